@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Brings what the checks (`tools`), the tests (`system`) and the benchmark (`peers`) need, and skips what is there.
+#
+# Called by make, which sets TOOLS and the versions. Without CI=true a missing system component is a warning, because
+# the tests that need it are skipped; with CI=true it is an error, because there a skipped test is a hidden failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() {
+    printf 'setup: error: %s\n' "$*" >&2
+    exit 1
+}
+missing() {
+    if [ "${CI:-}" = true ]; then fail "$* (CI=true allows no missing component)"; fi
+    printf 'setup: warning: %s\n' "$*" >&2
+}
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# The first Python that is new enough and can make virtual environments.
+python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$candidate" "$@"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer with venv: install python3 and python3-venv, or name one in PYTHON"
+}
+
+tools() {
+    have cargo || fail "cargo is missing: install Rust with rustup; rust-toolchain.toml names the version"
+    have cc || system
+    local deny="$TOOLS/cargo-deny-$CARGO_DENY_VERSION" ruff="$TOOLS/ruff-$RUFF_VERSION"
+    if ! [ -x "$deny/bin/cargo-deny" ]; then
+        say "building cargo-deny $CARGO_DENY_VERSION, once; about a minute on two cores"
+        # Unoptimised: it builds three times faster and still checks this workspace in under a second.
+        CARGO_PROFILE_DEV_DEBUG=0 cargo install "cargo-deny@$CARGO_DENY_VERSION" --locked --debug --root "$deny"
+    fi
+    if ! [ -x "$ruff/bin/ruff" ]; then
+        say "installing ruff $RUFF_VERSION"
+        python -m venv --clear "$ruff"
+        "$ruff/bin/pip" install "ruff==$RUFF_VERSION"
+    fi
+    say "tools are ready"
+}
+
+# Open MPI is a peer in the benchmark; ip and tc make hosts out of network namespaces; setpriv drops privileges.
+system() {
+    local packages=()
+    have cc || packages+=(gcc libc6-dev)
+    have ip && have tc || packages+=(iproute2)
+    have setpriv || packages+=(util-linux)
+    have mpicc || packages+=(libopenmpi-dev)
+    # Open MPI looks for a remote shell even when every rank is local.
+    have mpirun && have ssh || packages+=(openmpi-bin openssh-client)
+    if [ ${#packages[@]} -gt 0 ]; then
+        local root=()
+        [ "$(id -u)" = 0 ] || root=(sudo)
+        if [ -n "${root[*]}" ] && ! [ -t 0 ]; then root+=(-n); fi
+        if ! have apt-get || { [ -n "${root[*]}" ] && ! have sudo; }; then
+            missing "not installed, and neither apt-get as root nor sudo is at hand: ${packages[*]}"
+        else
+            say "installing ${packages[*]}"
+            # A machine that has just started may still hold the lock for its own upgrades.
+            local apt=("${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=120)
+            if ! "${apt[@]}" update || ! "${apt[@]}" install --yes --no-install-recommends "${packages[@]}"; then
+                missing "apt-get could not install ${packages[*]}"
+            fi
+        fi
+    fi
+
+    local command
+    for command in cc ip tc setpriv mpicc mpirun; do
+        have "$command" || missing "$command is not installed: the tests and benchmarks that use it are skipped"
+    done
+    local namespace="dt-setup-$$" answer
+    if answer=$(ip netns add "$namespace" 2>&1); then
+        ip netns delete "$namespace"
+    else
+        missing "no network namespaces, so no tests with several hosts: ip netns add: $answer"
+    fi
+    say "system components are checked"
+}
+
+# PyTorch brings Gloo. The stamp is written last, so that an interrupted installation is made again.
+peers() {
+    local stamp
+    stamp="$(sha256sum <requirements-test.txt) $(python --version)"
+    if ! [ -x .venv/bin/python ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
+        say "installing PyTorch and matplotlib into .venv; a few minutes, 6 GB"
+        python -m venv --clear .venv
+        .venv/bin/python -m pip install --requirement requirements-test.txt
+        .venv/bin/python -c 'import torch.distributed as d; assert d.is_gloo_available(), "this PyTorch has no Gloo"'
+        printf '%s\n' "$stamp" >.venv/stamp
+    fi
+    say ".venv is ready"
+}
+
+for part in "$@"; do
+    case "$part" in
+        tools | system | peers) "$part" ;;
+        *) fail "unknown part $part: tools, system or peers" ;;
+    esac
+done
