@@ -1,0 +1,194 @@
+//! Connections before they are trusted: greetings on a listener that anybody may call.
+//!
+//! A caller has five seconds to prove who it is. Until then it has a thread and a few bytes, never more, and at
+//! most [`WAITING_ROOM`] callers are in that state at once; the oldest makes room for the newest.
+
+use crate::{
+    error::{Error, Result},
+    frame::{Answer, Hello, Purpose},
+    rendezvous::late,
+    security::{Authenticated, Security},
+};
+use std::{
+    collections::BTreeSet,
+    io::{self, Read, Write},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a caller may take to say who it is.
+const GREETING_TIME: Duration = Duration::from_secs(5);
+/// How many callers may be at it at once.
+const WAITING_ROOM: usize = 64;
+
+/// Who has come, and what for.
+pub(crate) struct Caller {
+    pub rank: usize,
+    pub purpose: Purpose,
+    pub stream: Authenticated,
+}
+
+/// Whether a greeting is meant for this rank of this generation.
+pub(crate) fn for_me(hello: &Hello, me: usize, generation: u64) -> Result<(), String> {
+    if hello.generation != generation {
+        return Err(format!("you are of generation {}, this is {generation}", hello.generation));
+    }
+    if hello.to as usize != me {
+        return Err(format!("you called rank {}, this is rank {me}", hello.to));
+    }
+    Ok(())
+}
+
+/// Accepts until everyone in `expected` has come. `admit` judges a greeting and the certificate behind it.
+/// Whoever is refused is told why, and logged. Once `abandoned`, it gives up at once.
+pub(crate) fn all(
+    listener: &TcpListener,
+    security: &Security,
+    mut expected: BTreeSet<(usize, Purpose)>,
+    deadline: Instant,
+    abandoned: &AtomicBool,
+    admit: impl Fn(&Hello, &[u8]) -> Result<(), String> + Sync,
+) -> Result<Vec<Caller>> {
+    let start = Instant::now();
+    let system = |error| Error::system("the listener failed", error);
+    listener.set_nonblocking(true).map_err(system)?;
+    let mut callers = Vec::new();
+    let mut waiting: Vec<(u64, Instant, TcpStream)> = Vec::new();
+    let (report, reports) = mpsc::channel();
+    let (admit, numbers) = (&admit, &mut (0u64..));
+    thread::scope(|scope| {
+        let result = loop {
+            for (number, outcome) in reports.try_iter() {
+                waiting.retain(|(known, ..)| *known != number);
+                let (hello, stream): (Hello, Authenticated) = match outcome {
+                    Ok(admitted) => admitted,
+                    Err(Refused { address, why }) => {
+                        tracing::warn!("refused a connection from {address}: {why}");
+                        continue;
+                    }
+                };
+                let (rank, purpose) = (hello.from as usize, hello.purpose);
+                if expected.remove(&(rank, purpose)) {
+                    callers.push(Caller { rank, purpose, stream });
+                } else {
+                    tracing::warn!("refused a second connection that says it is rank {rank}");
+                }
+            }
+            if expected.is_empty() {
+                break Ok(());
+            }
+            if Instant::now() > deadline || abandoned.load(Ordering::Relaxed) {
+                let missing: BTreeSet<usize> = expected.iter().map(|(rank, _)| *rank).collect();
+                break Err(late(&missing.into_iter().collect::<Vec<_>>(), deadline - start));
+            }
+            waiting.retain(|(_, since, stream)| {
+                let in_time = since.elapsed() < GREETING_TIME;
+                if !in_time {
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+                in_time
+            });
+            match listener.accept() {
+                Ok((stream, address)) => {
+                    let (Some(number), Ok(handle)) = (numbers.next(), stream.try_clone()) else {
+                        continue;
+                    };
+                    if waiting.len() == WAITING_ROOM {
+                        let (.., oldest) = waiting.remove(0);
+                        let _ = oldest.shutdown(Shutdown::Both);
+                    }
+                    waiting.push((number, Instant::now(), handle));
+                    let report = report.clone();
+                    scope.spawn(move || {
+                        let outcome = greet(stream, security, admit)
+                            .map_err(|why| Refused { address, why: why.to_string() });
+                        // The receiver lives until every thread of this scope has ended.
+                        let _ = report.send((number, outcome));
+                    });
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                // The caller went away before it was accepted, or descriptors ran out for a moment.
+                Err(_) => thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        for (.., stream) in waiting {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        result
+    })?;
+    Ok(callers)
+}
+
+struct Refused {
+    address: SocketAddr,
+    why: String,
+}
+
+/// The called side of a greeting.
+fn greet(
+    stream: TcpStream,
+    security: &Security,
+    admit: impl Fn(&Hello, &[u8]) -> Result<(), String>,
+) -> io::Result<(Hello, Authenticated)> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(GREETING_TIME))?;
+    stream.set_write_timeout(Some(GREETING_TIME))?;
+    let mut stream = security.accept(stream)?;
+    let mut bytes = [0; Hello::MAX_BYTES];
+    let mut filled = 0;
+    let verdict = loop {
+        match stream.read(&mut bytes[filled..])? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => filled += read,
+        }
+        match Hello::decode(&bytes[..filled]) {
+            Ok(None) => {}
+            Ok(Some((hello, length))) if length == filled => {
+                break admit(&hello, stream.certificate()).map(|()| hello);
+            }
+            Ok(Some(_)) => break Err("bytes follow the greeting".to_owned()),
+            Err(error) => break Err(error.to_string()),
+        }
+    };
+    stream.write_all(&Answer::encode(verdict.as_ref().err().map(String::as_str)))?;
+    stream.flush()?;
+    verdict.map(|hello| (hello, stream)).map_err(io::Error::other)
+}
+
+/// The calling side: connects (again and again if `patient`, while nobody listens yet), greets, waits for the answer.
+pub(crate) fn call(
+    address: SocketAddr,
+    security: &Security,
+    hello: &Hello,
+    deadline: Instant,
+    patient: bool,
+) -> io::Result<Authenticated> {
+    let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    let stream = loop {
+        match TcpStream::connect_timeout(&address, left()) {
+            Err(error) if patient && error.kind() == io::ErrorKind::ConnectionRefused => {
+                if Instant::now() >= deadline {
+                    return Err(error);
+                }
+                thread::sleep(Duration::from_millis(10));
+            }
+            other => break other?,
+        }
+    };
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(left()))?;
+    stream.set_write_timeout(Some(left()))?;
+    let mut stream = security.connect(stream)?;
+    stream.write_all(&hello.encode())?;
+    stream.flush()?;
+    Answer::read(&mut stream)?;
+    Ok(stream)
+}

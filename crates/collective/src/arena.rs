@@ -1,0 +1,445 @@
+//! Collectives among ranks that all share memory, in ticks of their boards.
+//!
+//! What may be read or written when is TICK-1 and TICK-2 of `shm/protocol.rs`. Every tick waits for every
+//! member, so a call that differs on one rank is seen by all before anybody touches a byte of it.
+#![expect(unsafe_code, reason = "reads and writes memory that other processes share")]
+
+use crate::{
+    bucket::{BucketMemory, Buckets, Location},
+    call::{Call, disagreement},
+    chunk::{line_grain, part},
+    error::{Error, FailureKind, Result},
+    health::Ticket,
+    kernel::{self, Steps},
+    plan::{Algorithm, Plan},
+    shm::{
+        protocol::{INLINE_WORDS, Patience},
+        segment::{STAGE_BYTES, Segment, Stage},
+    },
+};
+use std::{
+    ops::Range,
+    sync::{Arc, atomic::Ordering},
+};
+
+pub(crate) struct Arena {
+    me: usize,
+    members: Vec<Arc<Segment>>,
+    tick: u32,
+    /// Where the tensor of the call at hand lies.
+    location: Location,
+    patience: Patience,
+    /// Room for the pointers of one kernel call.
+    sources: Vec<*const u8>,
+    targets: Vec<*mut u8>,
+    lines: Vec<[u64; INLINE_WORDS]>,
+}
+
+// SAFETY: the pointers are only there during a call, which holds the arena mutably.
+unsafe impl Send for Arena {}
+
+/// What the members' locations have in common, known to all of them after one tick.
+enum Common {
+    /// Nobody's tensor is registered.
+    Plain,
+    /// Everybody's lies in one bucket, so everybody has it mapped.
+    Bucket {
+        /// Which.
+        memory: Arc<BucketMemory>,
+        /// At the same place in it.
+        aligned: bool,
+    },
+    /// Some are registered, or in different buckets.
+    Mixed,
+}
+
+impl Arena {
+    pub fn new(me: usize, members: Vec<Arc<Segment>>, cores: usize) -> Self {
+        // Pausing helps nobody when the peer needs this very core.
+        let patience = if members.len() > cores {
+            Patience { spins: 0, yields: 40 }
+        } else {
+            Patience { spins: 400, yields: 100 }
+        };
+        let lines = vec![[0; INLINE_WORDS]; members.len()];
+        Self {
+            me,
+            members,
+            tick: 0,
+            location: Location::PLAIN,
+            patience,
+            sources: Vec::new(),
+            targets: Vec::new(),
+            lines,
+        }
+    }
+
+    fn own(&self) -> &Segment {
+        &self.members[self.me]
+    }
+
+    /// The members' indices but this one's, starting after it so that not all read the same memory first.
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (me, ranks) = (self.me, self.members.len());
+        (1..ranks).map(move |distance| (me + distance) % ranks)
+    }
+
+    /// The next tick's own staging buffer.
+    fn next_stage(&self, stage: Stage) -> *mut u8 {
+        self.own().stage(stage, self.tick.wrapping_add(1))
+    }
+
+    /// Publishes what this rank has staged and waits for everybody's.
+    fn tick(&mut self, ticket: &mut Ticket<'_>) -> Result<()> {
+        let tick = self.tick.wrapping_add(1);
+        let signature = ticket.call.signature();
+        let own = self.own();
+        let line = own.board().line(tick);
+        line.signature.store(signature, Ordering::Relaxed);
+        line.location.store(self.location.word(), Ordering::Relaxed);
+        own.set_call(tick, ticket.call.words());
+        own.board().publish(tick);
+        let mut agreed = true;
+        for peer in self.others() {
+            let board = self.members[peer].board();
+            board.wait(tick, self.patience, || ticket.check(|| self.missing(tick)))?;
+            agreed &= board.line(tick).signature.load(Ordering::Relaxed) == signature;
+        }
+        self.tick = tick;
+        if agreed { Ok(()) } else { Err(self.disagree(ticket)) }
+    }
+
+    fn missing(&self, tick: u32) -> Vec<usize> {
+        self.others().filter(|peer| !self.members[*peer].board().has(tick)).collect()
+    }
+
+    #[cold]
+    fn disagree(&self, ticket: &Ticket<'_>) -> Error {
+        let calls: Vec<(usize, String)> =
+            self.members.iter().map(|member| member.call(self.tick)).enumerate().collect();
+        ticket.fail(FailureKind::Mismatch, disagreement(&calls))
+    }
+
+    fn location_of(&self, member: usize) -> Location {
+        let line = self.members[member].board().line(self.tick);
+        Location::from_word(line.location.load(Ordering::Relaxed))
+    }
+
+    fn common(&self, buckets: &Buckets) -> Common {
+        let own = self.location_of(self.me);
+        let all = |same: &dyn Fn(Location) -> bool| {
+            self.others().all(|peer| same(self.location_of(peer)))
+        };
+        if !own.is_registered() {
+            return if all(&|other| !other.is_registered()) {
+                Common::Plain
+            } else {
+                Common::Mixed
+            };
+        }
+        let shared = all(&|other| other.is_registered() && other.id() == own.id());
+        match buckets.get(own.id()).filter(|_| shared) {
+            Some(memory) => Common::Bucket { memory, aligned: all(&|other| other == own) },
+            None => Common::Mixed,
+        }
+    }
+
+    pub fn barrier(&mut self, ticket: &mut Ticket<'_>) -> Result<()> {
+        self.location = Location::PLAIN;
+        self.tick(ticket)
+    }
+
+    /// Reduces `call.count` elements at `tensor`, on every rank. Registered tensors are tried in place first;
+    /// whether the others' tensors are registered too is known after the first tick, on all ranks alike.
+    ///
+    /// # Safety
+    /// `tensor` is valid for reads and writes of the call's elements, and nobody else uses it meanwhile;
+    /// `location` is its own or plain.
+    pub unsafe fn all_reduce(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        plan: &Plan,
+        tensor: *mut u8,
+        location: Location,
+        buckets: &Buckets,
+    ) -> Result<()> {
+        self.location = location;
+        let call = *ticket.call;
+        let steps = Steps::whole(call.reduction, self.members.len());
+        if plan.algorithm == Algorithm::Inline {
+            // SAFETY: the caller's contract.
+            return unsafe { self.all_reduce_inline(ticket, &steps, tensor) };
+        }
+        let elements = plan.chunk.min(STAGE_BYTES) / call.dtype.size();
+        let chunks: Vec<Range<usize>> = (0..call.count.div_ceil(elements))
+            .map(|index| index * elements..((index + 1) * elements).min(call.count))
+            .collect();
+        let sliced = plan.algorithm == Algorithm::TwoShot;
+        if !self.location.is_registered() {
+            // SAFETY: the caller's contract, and the next stage is free (TICK-2).
+            unsafe { self.stage_input(&call, &chunks[0], tensor, sliced) };
+        }
+        self.tick(ticket)?;
+        let staged = match self.common(buckets) {
+            Common::Bucket { memory, aligned: true } => {
+                let offset = self.location.offset();
+                // SAFETY: every member published that its tensor lies at this place, and waits.
+                unsafe { self.reduce_in_place(&call, &steps, &memory, offset) };
+                return self.tick(ticket);
+            }
+            Common::Plain => true,
+            Common::Bucket { .. } | Common::Mixed => false,
+        };
+        // SAFETY: the caller's contract; `staged` says truly whether everybody's first chunk is.
+        unsafe { self.all_reduce_staged(ticket, &steps, &chunks, tensor, sliced, staged) }
+    }
+
+    /// # Safety
+    /// As [`Self::all_reduce`], with at most as many bytes as the line holds.
+    unsafe fn all_reduce_inline(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        steps: &Steps,
+        tensor: *mut u8,
+    ) -> Result<()> {
+        let (dtype, count, bytes) = (ticket.call.dtype, ticket.call.count, ticket.call.bytes());
+        let mut words = [0u64; INLINE_WORDS];
+        // SAFETY: the plan is inline only up to the size of the line.
+        unsafe { std::ptr::copy_nonoverlapping(tensor, words.as_mut_ptr().cast(), bytes) };
+        for (slot, word) in
+            self.own().board().line(self.tick.wrapping_add(1)).inline.iter().zip(words)
+        {
+            slot.store(word, Ordering::Relaxed);
+        }
+        self.tick(ticket)?;
+        self.sources.clear();
+        for (line, member) in self.lines.iter_mut().zip(&self.members) {
+            let published = &member.board().line(self.tick).inline;
+            for (word, slot) in line.iter_mut().zip(published) {
+                *word = slot.load(Ordering::Relaxed);
+            }
+            self.sources.push(line.as_ptr().cast());
+        }
+        // SAFETY: every line holds the call's elements, aligned to a word; the tensor is the caller's contract.
+        unsafe { kernel::reduce(dtype, steps, &self.sources, &[tensor], count) };
+        Ok(())
+    }
+
+    /// Copies a chunk into the next tick's input; without the own slice if every rank reduces its own.
+    ///
+    /// # Safety
+    /// `tensor` holds the call's elements, and `chunk` is a range of them that fits a stage.
+    unsafe fn stage_input(
+        &self,
+        call: &Call,
+        chunk: &Range<usize>,
+        tensor: *const u8,
+        sliced: bool,
+    ) {
+        let size = call.dtype.size();
+        let stage = self.next_stage(Stage::Input);
+        let mine = if sliced { self.slice(call, chunk, self.me) } else { chunk.end..chunk.end };
+        for range in [chunk.start..mine.start, mine.end..chunk.end] {
+            // SAFETY: inside the chunk on both sides.
+            unsafe {
+                let from = tensor.add(range.start * size);
+                let to = stage.add((range.start - chunk.start) * size);
+                std::ptr::copy_nonoverlapping(from, to, range.len() * size);
+            }
+        }
+    }
+
+    /// The elements of a chunk that `member` reduces.
+    fn slice(&self, call: &Call, chunk: &Range<usize>, member: usize) -> Range<usize> {
+        let grain = line_grain(call.dtype.size());
+        let range = part(chunk.len(), self.members.len(), member, grain);
+        chunk.start + range.start..chunk.start + range.end
+    }
+
+    /// Reduces `range` of the chunk from everybody's input of this tick, the own share from the tensor itself.
+    ///
+    /// # Safety
+    /// As [`Self::all_reduce`]; the inputs of this tick hold `range`; `also` is empty or holds it too.
+    unsafe fn reduce_inputs(
+        &mut self,
+        call: &Call,
+        steps: &Steps,
+        chunk: &Range<usize>,
+        range: &Range<usize>,
+        tensor: *mut u8,
+        also: Option<*mut u8>,
+    ) {
+        let size = call.dtype.size();
+        let offset = (range.start - chunk.start) * size;
+        let target = tensor.wrapping_add(range.start * size);
+        self.sources.clear();
+        for (index, member) in self.members.iter().enumerate() {
+            let staged = member.stage(Stage::Input, self.tick).wrapping_add(offset);
+            self.sources.push(if index == self.me { target } else { staged });
+        }
+        self.targets.clear();
+        self.targets.push(target);
+        self.targets.extend(also.map(|stage| stage.wrapping_add(offset)));
+        // SAFETY: peers do not touch their inputs before this rank's next tick (TICK-2); the tensor is ours.
+        unsafe { kernel::reduce(call.dtype, steps, &self.sources, &self.targets, range.len()) };
+    }
+
+    /// One-shot or two-shot through the stages. In the two-shot form the result of a chunk is published with
+    /// the input of the next, so both take one tick per chunk.
+    ///
+    /// # Safety
+    /// As [`Self::all_reduce`]; `staged`: the first chunk is staged and this tick has published it.
+    unsafe fn all_reduce_staged(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        steps: &Steps,
+        chunks: &[Range<usize>],
+        tensor: *mut u8,
+        sliced: bool,
+        staged: bool,
+    ) -> Result<()> {
+        let call = *ticket.call;
+        let mut reduced: Option<&Range<usize>> = None;
+        for (index, chunk) in chunks.iter().enumerate() {
+            if index > 0 || !staged {
+                // SAFETY: the caller's contract, and the next stage is free (TICK-2).
+                unsafe { self.stage_input(&call, chunk, tensor, sliced) };
+                self.tick(ticket)?;
+            }
+            // SAFETY: the caller's contract; this tick published what is read here.
+            unsafe {
+                if let Some(before) = reduced {
+                    self.take_outputs(&call, before, tensor);
+                }
+                if sliced {
+                    let mine = self.slice(&call, chunk, self.me);
+                    let output = self.next_stage(Stage::Output);
+                    self.reduce_inputs(&call, steps, chunk, &mine, tensor, Some(output));
+                    reduced = Some(chunk);
+                } else {
+                    self.reduce_inputs(&call, steps, chunk, chunk, tensor, None);
+                }
+            }
+        }
+        if let Some(last) = reduced {
+            self.tick(ticket)?;
+            // SAFETY: as above.
+            unsafe { self.take_outputs(&call, last, tensor) };
+        }
+        Ok(())
+    }
+
+    /// Copies the slices that the others have reduced.
+    ///
+    /// # Safety
+    /// As [`Self::all_reduce`]; the outputs of this tick are those of `chunk`.
+    unsafe fn take_outputs(&self, call: &Call, chunk: &Range<usize>, tensor: *mut u8) {
+        let size = call.dtype.size();
+        for peer in self.others() {
+            let range = self.slice(call, chunk, peer);
+            let offset = (range.start - chunk.start) * size;
+            // SAFETY: inside the chunk on both sides; the peer keeps its output until this rank's next tick.
+            unsafe {
+                let from = self.members[peer].stage(Stage::Output, self.tick).add(offset);
+                let to = tensor.add(range.start * size);
+                std::ptr::copy_nonoverlapping(from, to, range.len() * size);
+            }
+        }
+    }
+
+    /// Reduces this rank's slice from everybody's tensor into everybody's tensor.
+    ///
+    /// # Safety
+    /// Every member's tensor lies at `offset` of `memory`, and nobody uses another slice than its own.
+    unsafe fn reduce_in_place(
+        &mut self,
+        call: &Call,
+        steps: &Steps,
+        memory: &BucketMemory,
+        offset: usize,
+    ) {
+        let mine = self.slice(call, &(0..call.count), self.me);
+        let start = offset + mine.start * call.dtype.size();
+        self.targets.clear();
+        self.targets.extend((0..self.members.len()).map(|member| memory.at(member, start)));
+        self.sources.clear();
+        self.sources.extend(self.targets.iter().map(|target| target.cast_const()));
+        // SAFETY: the caller's contract.
+        unsafe { kernel::reduce(call.dtype, steps, &self.sources, &self.targets, mine.len()) };
+    }
+
+    /// Copies what the members hold into `output`, where `ranges` are the bytes of each: of everybody in an
+    /// all-gather, of the root alone in a broadcast.
+    ///
+    /// # Safety
+    /// `input` is valid for as many bytes as this rank's range, `output` for all ranges, and they are the same
+    /// memory or do not overlap; `location` is that of `input` (of `output` on a rank whose own range is empty)
+    /// or plain.
+    pub unsafe fn gather(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        plan: &Plan,
+        input: *const u8,
+        output: *mut u8,
+        ranges: &[Range<usize>],
+        location: Location,
+        buckets: &Buckets,
+    ) -> Result<()> {
+        self.location = location;
+        let chunk = plan.chunk.min(STAGE_BYTES);
+        let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
+        let own = ranges[self.me].clone();
+        let mut done = 0;
+        loop {
+            let len = own.len().saturating_sub(done).min(chunk);
+            if !self.location.is_registered() && len > 0 {
+                // SAFETY: inside this rank's range; the next stage is free (TICK-2).
+                unsafe {
+                    let from = input.add(done);
+                    std::ptr::copy_nonoverlapping(from, self.next_stage(Stage::Input), len);
+                }
+            }
+            self.tick(ticket)?;
+            match self.common(buckets) {
+                Common::Plain => {}
+                Common::Mixed => {
+                    self.location = Location::PLAIN;
+                    continue;
+                }
+                Common::Bucket { memory, .. } => {
+                    for peer in self.others() {
+                        let from = memory.at(peer, self.location_of(peer).offset());
+                        // SAFETY: the peer published that its range lies there, and waits.
+                        unsafe {
+                            let to = output.add(ranges[peer].start);
+                            std::ptr::copy_nonoverlapping(from, to, ranges[peer].len());
+                        }
+                    }
+                    self.tick(ticket)?;
+                    break;
+                }
+            }
+            for peer in self.others() {
+                let left = ranges[peer].len().saturating_sub(done).min(chunk);
+                if left > 0 {
+                    // SAFETY: the peer staged that many bytes of its range for this tick.
+                    unsafe {
+                        let from = self.members[peer].stage(Stage::Input, self.tick);
+                        let to = output.add(ranges[peer].start + done);
+                        std::ptr::copy_nonoverlapping(from, to, left);
+                    }
+                }
+            }
+            done += chunk;
+            if done >= longest {
+                break;
+            }
+        }
+        let target = output.wrapping_add(own.start);
+        if !own.is_empty() && target.cast_const() != input {
+            // SAFETY: this rank's range on both sides, which do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(input, target, own.len()) };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,475 @@
+//! From a rendezvous to connections: who is where, who shares memory with whom, who needs a link.
+//!
+//! Two rounds of the rendezvous when everybody shares memory: one tells who is where, one which neighbours have
+//! received each other's memory. A third tells addresses when links over TCP are needed.
+
+use crate::{
+    accept::{self, Caller},
+    error::{Error, Result},
+    frame::{Hello, Purpose},
+    link::pipe::PipeLink,
+    mesh::{Peer, algorithms::peers_of},
+    process::Process,
+    rendezvous::Rendezvous,
+    security::Security,
+    shm::{
+        handover::{self, Channel, single},
+        segment::Segment,
+    },
+    watch::{Near, Remote},
+};
+use rustix::{
+    fd::{AsFd, OwnedFd},
+    process::getpid,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
+    os::unix::{fs::MetadataExt, net::UnixListener},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a neighbour may take over one message of the handover.
+const HANDOVER: Duration = Duration::from_secs(5);
+
+/// What every rank tells the others about itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Member {
+    host: String,
+    /// Boot id and network namespace: equal for ranks that can reach each other's Unix sockets.
+    place: String,
+    /// The Unix socket at which its memory is handed over.
+    socket: String,
+    /// What a caller has to know to be let in.
+    token: [u8; 16],
+    certificate: Vec<u8>,
+    cores: u32,
+}
+
+impl Member {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        bytes.extend(self.token);
+        bytes.extend(self.cores.to_le_bytes());
+        for field in
+            [self.host.as_bytes(), self.place.as_bytes(), self.socket.as_bytes(), &self.certificate]
+        {
+            bytes.extend((field.len() as u16).to_le_bytes());
+            bytes.extend(field);
+        }
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let (token, rest) = bytes.split_first_chunk::<16>()?;
+        let (cores, mut rest) = rest.split_first_chunk::<4>()?;
+        let mut field = || {
+            let (length, after) = rest.split_first_chunk::<2>()?;
+            let (field, after) =
+                after.split_at_checked(usize::from(u16::from_le_bytes(*length)))?;
+            rest = after;
+            Some(field.to_vec())
+        };
+        let mut text = || String::from_utf8(field()?).ok();
+        let (host, place, socket) = (text()?, text()?, text()?);
+        let certificate = field()?;
+        Some(Self {
+            host,
+            place,
+            socket,
+            token: *token,
+            certificate,
+            cores: u32::from_le_bytes(*cores),
+        })
+    }
+}
+
+/// Everything a group is made of.
+pub(crate) struct Connected {
+    pub hosts: Vec<String>,
+    /// The fewest cores that any rank may use.
+    pub cores: usize,
+    pub neighbours: Vec<Option<Arc<Segment>>>,
+    /// To every neighbour, for descriptors of later buckets.
+    pub channels: Vec<Option<Channel>>,
+    /// Every pair shares memory.
+    pub shared: bool,
+    pub peers: Vec<Option<Peer>>,
+    pub near: Vec<Near>,
+    pub remote: Vec<Remote>,
+}
+
+/// What a caller chooses.
+pub(crate) struct Wishes<'a> {
+    pub security: &'a Security,
+    pub host: Option<String>,
+    pub address: Option<IpAddr>,
+    pub share_memory: bool,
+    pub limit: Duration,
+}
+
+/// A neighbour whose memory has arrived.
+struct Neighbour {
+    rank: usize,
+    segment: Arc<Segment>,
+    channel: Channel,
+}
+
+pub(crate) fn connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Connected> {
+    let (me, size) = (rendezvous.rank(), rendezvous.size());
+    if me >= size {
+        return Err(Error::Invalid(format!("there is no rank {me} among {size}")));
+    }
+    let deadline = Instant::now() + wishes.limit;
+    let gather = |message: &[u8]| {
+        rendezvous.all_gather(message, deadline.saturating_duration_since(Instant::now()))
+    };
+    let (own, listener) = introduce(wishes)?;
+    let members: Vec<Member> = gather(&own.encode())?
+        .iter()
+        .enumerate()
+        .map(|(rank, bytes)| Member::decode(bytes).ok_or(rank))
+        .collect::<Result<_, _>>()
+        .map_err(|rank| Error::Bootstrap(format!("rank {rank} introduced itself with garbage")))?;
+    let system = |error: rustix::io::Errno| Error::system("shared memory cannot be made", error);
+    let (fd, segment) = Segment::create().map_err(system)?;
+    let party = Party { me, generation: rendezvous.generation(), members: &members, segment: fd };
+
+    // Higher ranks call lower ones. When all have told how their calls went, no more calls come.
+    let closed = AtomicBool::new(false);
+    let (mut neighbours, gathered) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| party.accept(&listener, &closed));
+        let mut neighbours = party.call();
+        let reached: BTreeSet<usize> = neighbours.iter().map(|neighbour| neighbour.rank).collect();
+        let message: Vec<u8> = (0..me).map(|rank| u8::from(reached.contains(&rank))).collect();
+        let gathered = gather(&message);
+        closed.store(true, Ordering::Release);
+        let accepted =
+            accepting.join().map_err(|_| Error::Bootstrap("the handover panicked".into()));
+        accepted
+            .map(|accepted| neighbours.extend(accepted))
+            .and(gathered.map(|all| (neighbours, all)))
+    })?;
+    // What the caller's side says counts: it was the last to confirm.
+    let shares = |a: usize, b: usize| gathered[a.max(b)].get(a.min(b)) == Some(&1);
+    neighbours.retain(|neighbour| shares(me, neighbour.rank));
+
+    let shared = (0..size).all(|b| (0..b).all(|a| shares(a, b)));
+    let mut connected = Connected {
+        hosts: members.iter().map(|member| member.host.clone()).collect(),
+        cores: members.iter().map(|member| member.cores as usize).min().unwrap_or(1),
+        neighbours: (0..size).map(|_| None).collect(),
+        channels: (0..size).map(|_| None).collect(),
+        shared,
+        peers: (0..size).map(|_| None).collect(),
+        near: Vec::new(),
+        remote: Vec::new(),
+    };
+    connected.neighbours[me] = Some(Arc::new(segment));
+    for Neighbour { rank, segment, channel } in neighbours {
+        let process =
+            channel.pid.filter(|pid| *pid != getpid()).and_then(|pid| Process::watch(pid).ok());
+        let (beat, heard) = (segment.heartbeat(), Instant::now());
+        connected.near.push(Near { rank, process, beat, heard });
+        connected.neighbours[rank] = Some(segment);
+        connected.channels[rank] = Some(channel);
+    }
+    if !shared {
+        let peers = peers_of(me, size);
+        let (near, far): (Vec<usize>, Vec<usize>) =
+            peers.iter().partition(|peer| shares(me, **peer));
+        open_pipes(&mut connected, me, &near)?;
+        let (address, listener) = listen(rendezvous, wishes)?;
+        let addresses = addresses(&gather(address.to_string().as_bytes())?)?;
+        open_connections(&mut connected, &party, wishes, &far, &addresses, &listener, deadline)?;
+    }
+    Ok(connected)
+}
+
+/// Who this rank is, and the socket at which neighbours meet it.
+fn introduce(wishes: &Wishes<'_>) -> Result<(Member, UnixListener)> {
+    let mut random = [0u8; 32];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::system("no random numbers", error))?;
+    let (token, name) = random.split_at(16);
+    let name: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
+    let socket = format!("deuteron-{name}");
+    let listener = handover::listen(&socket)
+        .map_err(|error| Error::system("cannot listen on an abstract Unix socket", error))?;
+    let host = wishes
+        .host
+        .clone()
+        .unwrap_or_else(|| rustix::system::uname().nodename().to_string_lossy().into_owned());
+    let place = if wishes.share_memory { place(&socket) } else { socket.clone() };
+    let cores = thread::available_parallelism().map_or(1, usize::from) as u32;
+    let certificate = wishes.security.certificate().to_vec();
+    let token = token.try_into().unwrap_or_default();
+    Ok((Member { host, place, socket, token, certificate, cores }, listener))
+}
+
+/// Boot id and network namespace; something nobody else has where they cannot be read.
+fn place(otherwise: &str) -> String {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    let namespace = fs::metadata("/proc/self/ns/net");
+    match (boot, namespace) {
+        (Ok(boot), Ok(namespace)) => format!("{}/{}", boot.trim(), namespace.ino()),
+        _ => otherwise.to_owned(),
+    }
+}
+
+/// This rank among the others while memory is handed over.
+struct Party<'a> {
+    me: usize,
+    generation: u64,
+    members: &'a [Member],
+    segment: OwnedFd,
+}
+
+impl Party<'_> {
+    fn is_neighbour(&self, rank: usize) -> bool {
+        rank != self.me && self.members[rank].place == self.members[self.me].place
+    }
+
+    fn hello(&self, to: usize, purpose: Purpose) -> Hello {
+        let (generation, token) = (self.generation, self.members[to].token);
+        Hello { generation, from: self.me as u32, to: to as u32, purpose, token }
+    }
+
+    /// Whether a greeting comes from a member of this group.
+    fn admit(&self, hello: &Hello, purposes: &[Purpose]) -> Result<usize, String> {
+        accept::for_me(hello, self.me, self.generation)?;
+        let from = hello.from as usize;
+        let differs = hello
+            .token
+            .iter()
+            .zip(&self.members[self.me].token)
+            .fold(0, |all, (a, b)| all | (a ^ b));
+        if differs != 0 || from >= self.members.len() || !purposes.contains(&hello.purpose) {
+            return Err("you are not of this group".into());
+        }
+        Ok(from)
+    }
+
+    /// Calls the neighbours of lower rank. One that cannot be shared with is left out, with the reason logged.
+    fn call(&self) -> Vec<Neighbour> {
+        let lower = (0..self.me).filter(|rank| self.is_neighbour(*rank));
+        lower
+            .filter_map(|rank| {
+                self.exchange_as_caller(rank)
+                    .inspect_err(|error| {
+                        tracing::warn!(
+                            "rank {} shares no memory with rank {rank} on the same host and uses TCP: {error}",
+                            self.me
+                        );
+                    })
+                    .ok()
+            })
+            .collect()
+    }
+
+    fn exchange_as_caller(&self, rank: usize) -> Result<Neighbour> {
+        let failed = |error| Error::system("the handover failed", error);
+        let channel = Channel::connect(&self.members[rank].socket).map_err(failed)?;
+        let hello = self.hello(rank, Purpose::Memory).encode();
+        channel.send(&[hello.len() as u8], &[]).map_err(failed)?;
+        channel.send(&hello, &[self.segment.as_fd()]).map_err(failed)?;
+        let theirs = single(channel.receive_within(&mut [0], HANDOVER).map_err(failed)?)?;
+        let segment = Segment::of_neighbour(&theirs).map_err(|error| failed(error.into()))?;
+        channel.send(&[1], &[]).map_err(failed)?;
+        Ok(Neighbour { rank, segment: Arc::new(segment), channel })
+    }
+
+    /// Answers neighbours of higher rank until no more can come.
+    fn accept(&self, listener: &UnixListener, closed: &AtomicBool) -> Vec<Neighbour> {
+        let mut neighbours: Vec<Neighbour> = Vec::new();
+        if listener.set_nonblocking(true).is_err() {
+            return neighbours;
+        }
+        loop {
+            let last = closed.load(Ordering::Acquire);
+            match listener.accept() {
+                Ok((stream, _)) => match Channel::checked(stream)
+                    .map_err(|error| Error::system("wrong credentials", error))
+                    .and_then(|channel| self.exchange_as_called(channel))
+                {
+                    Ok(neighbour) => neighbours.push(neighbour),
+                    Err(error) => tracing::warn!("refused a handover of memory: {error}"),
+                },
+                Err(_) if last => return neighbours,
+                Err(_) => thread::sleep(Duration::from_micros(200)),
+            }
+        }
+    }
+
+    fn exchange_as_called(&self, channel: Channel) -> Result<Neighbour> {
+        let failed = |error| Error::system("the handover failed", error);
+        let refused = |why: String| Error::Bootstrap(why);
+        let mut length = [0];
+        channel.receive_within(&mut length, HANDOVER).map_err(failed)?;
+        let mut bytes = [0; Hello::MAX_BYTES];
+        let bytes = bytes
+            .get_mut(..usize::from(length[0]))
+            .ok_or_else(|| refused("its greeting is too long".into()))?;
+        let theirs = channel.receive_within(bytes, HANDOVER).map_err(failed)?;
+        let rank = match Hello::decode(bytes) {
+            Ok(Some((hello, _))) => self.admit(&hello, &[Purpose::Memory]).map_err(refused)?,
+            Ok(None) => return Err(refused("its greeting is cut off".into())),
+            Err(error) => return Err(refused(error.to_string())),
+        };
+        let segment =
+            Segment::of_neighbour(&single(theirs)?).map_err(|error| failed(error.into()))?;
+        channel.send(&[1], &[self.segment.as_fd()]).map_err(failed)?;
+        channel.receive_within(&mut [0], HANDOVER).map_err(failed)?;
+        Ok(Neighbour { rank, segment: Arc::new(segment), channel })
+    }
+}
+
+/// Links to neighbours in a group that also has others: the lower rank makes the pipe.
+fn open_pipes(connected: &mut Connected, me: usize, near: &[usize]) -> Result<()> {
+    let failed = |error: io::Error| Error::system("a pipe to a neighbour cannot be made", error);
+    let channel = |rank: usize| {
+        connected.channels[rank]
+            .as_ref()
+            .ok_or_else(|| Error::Bootstrap("a neighbour is missing".into()))
+    };
+    let mut links = Vec::new();
+    for rank in near.iter().filter(|rank| **rank > me) {
+        let (link, descriptors) = PipeLink::create().map_err(failed)?;
+        let [memory, doorbell] = descriptors.each_ref().map(AsFd::as_fd);
+        channel(*rank)?.send(&[2], &[memory, doorbell]).map_err(failed)?;
+        links.push((*rank, link));
+    }
+    for rank in near.iter().filter(|rank| **rank < me) {
+        let descriptors = channel(*rank)?.receive_within(&mut [0], HANDOVER).map_err(failed)?;
+        let descriptors = <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| {
+            Error::Bootstrap("a neighbour sent the wrong number of descriptors".into())
+        })?;
+        links.push((*rank, PipeLink::open(descriptors).map_err(failed)?));
+    }
+    for (rank, link) in links {
+        connected.peers[rank] = Some(Peer::new(Box::new(link)));
+    }
+    Ok(())
+}
+
+fn listen(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<(SocketAddr, TcpListener)> {
+    let ip = wishes.address.or_else(|| rendezvous.address()).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    wishes.security.admits(ip)?;
+    let failed = |error| Error::system(format!("cannot listen on {ip}"), error);
+    let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    Ok((address, listener))
+}
+
+fn addresses(messages: &[Vec<u8>]) -> Result<Vec<SocketAddr>> {
+    messages
+        .iter()
+        .enumerate()
+        .map(|(rank, bytes)| {
+            let parsed = std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok());
+            parsed.ok_or_else(|| Error::Bootstrap(format!("rank {rank} has no address")))
+        })
+        .collect()
+}
+
+/// A data and a control connection to each far peer; higher ranks call lower ones.
+fn open_connections(
+    connected: &mut Connected,
+    party: &Party<'_>,
+    wishes: &Wishes<'_>,
+    far: &[usize],
+    addresses: &[SocketAddr],
+    listener: &TcpListener,
+    deadline: Instant,
+) -> Result<()> {
+    const PURPOSES: [Purpose; 2] = [Purpose::Data, Purpose::Control];
+    if !far.is_empty() && matches!(wishes.security, Security::Plain) {
+        tracing::warn!("rank {} talks to other hosts in clear text, as configured", party.me);
+    }
+    let each = |rank: usize| PURPOSES.map(|purpose| (rank, purpose));
+    let expected =
+        far.iter().filter(|rank| **rank > party.me).flat_map(|rank| each(*rank)).collect();
+    let admit = |hello: &Hello, certificate: &[u8]| {
+        let from = party.admit(hello, &PURPOSES)?;
+        if certificate != party.members[from].certificate {
+            return Err(format!(
+                "your certificate is not the one that rank {from} has told its group"
+            ));
+        }
+        Ok(())
+    };
+    let abandoned = AtomicBool::new(false);
+    let call_all = || {
+        let mut callers = Vec::new();
+        for (rank, purpose) in
+            far.iter().filter(|rank| **rank < party.me).flat_map(|rank| each(*rank))
+        {
+            wishes.security.admits(addresses[rank].ip())?;
+            let hello = party.hello(rank, purpose);
+            let stream = accept::call(addresses[rank], wishes.security, &hello, deadline, false)
+                .map_err(|error| {
+                    let host = &party.members[rank].host;
+                    Error::system(
+                        format!("rank {} cannot reach rank {rank} on {host}", party.me),
+                        error,
+                    )
+                })?;
+            if stream.certificate() != party.members[rank].certificate {
+                return Err(Error::Bootstrap(format!(
+                    "who answers at {} does not have the certificate of rank {rank}",
+                    addresses[rank]
+                )));
+            }
+            callers.push(Caller { rank, purpose, stream });
+        }
+        Ok(callers)
+    };
+    let (called, accepted) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            accept::all(listener, wishes.security, expected, deadline, &abandoned, admit)
+        });
+        let called = call_all();
+        abandoned.store(called.is_err(), Ordering::Relaxed);
+        let accepted =
+            accepting.join().map_err(|_| Error::Bootstrap("the listener panicked".into()));
+        (called, accepted)
+    });
+    let callers = called?.into_iter().chain(accepted??);
+    let mut links = BTreeMap::new();
+    for Caller { rank, purpose, stream } in callers {
+        let failed = |error| Error::system(format!("the connection to rank {rank}"), error);
+        links.insert((rank, purpose), stream.into_link().map_err(failed)?);
+    }
+    for ((rank, purpose), link) in links {
+        match purpose {
+            Purpose::Control => connected.remote.push(Remote::new(rank, link)),
+            _ => connected.peers[rank] = Some(Peer::new(link)),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_survive_the_rendezvous() {
+        let member = Member {
+            host: "node-1".into(),
+            place: "boot/4026".into(),
+            socket: "deuteron-00".into(),
+            token: [7; 16],
+            certificate: vec![1, 2, 3],
+            cores: 16,
+        };
+        assert_eq!(Member::decode(&member.encode()), Some(member.clone()));
+        assert_eq!(Member::decode(&member.encode()[..30]), None);
+    }
+}

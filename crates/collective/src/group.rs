@@ -1,0 +1,551 @@
+//! The group: the calls that users make.
+#![expect(unsafe_code, reason = "hands tensors to the arena as pointers and lengths")]
+
+use crate::{
+    DType, Element, Reduction,
+    arena::Arena,
+    bootstrap::{self, Connected, Wishes},
+    bucket::{Bucket, BucketMemory, Buckets, Location},
+    call::{Call, Kind},
+    error::{Error, Failure, FailureKind, Result},
+    fork,
+    health::{Health, Ticket},
+    kernel::{self, Steps},
+    mesh::Mesh,
+    plan::{self, Algorithm, Plan, Thresholds, Topology},
+    rendezvous::Rendezvous,
+    security::Security,
+    shm::{
+        handover::{Channel, single},
+        mapping::Mapping,
+    },
+    watch::{Heartbeat, Watch},
+};
+use rustix::fd::AsFd;
+use std::{
+    fmt, io,
+    net::IpAddr,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+/// How a group is made.
+///
+/// ```
+/// use deuteron_collective::GroupOptions;
+/// use std::time::Duration;
+/// let options = GroupOptions::default().limit(Duration::from_secs(600)).host("node-1");
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct GroupOptions {
+    security: Security,
+    address: Option<IpAddr>,
+    host: Option<String>,
+    share_memory: bool,
+    limit: Option<Duration>,
+    start_limit: Duration,
+    heartbeat: Heartbeat,
+    thresholds: Thresholds,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        Self {
+            security: Security::default(),
+            address: None,
+            host: None,
+            share_memory: true,
+            limit: None,
+            start_limit: Duration::from_secs(60),
+            heartbeat: Heartbeat::default(),
+            thresholds: Thresholds::default(),
+        }
+    }
+}
+
+impl GroupOptions {
+    /// How connections between hosts are protected.
+    pub fn security(self, security: Security) -> Self {
+        Self { security, ..self }
+    }
+
+    /// The address of this host at which others reach it; by default the one that the rendezvous knows.
+    pub fn address(self, address: IpAddr) -> Self {
+        Self { address: Some(address), ..self }
+    }
+
+    /// The name of this host in messages; by default its own.
+    pub fn host(self, name: impl Into<String>) -> Self {
+        Self { host: Some(name.into()), ..self }
+    }
+
+    /// Whether to look for ranks on this host to share memory with. Off, everything goes over TCP.
+    pub fn share_memory(self, share_memory: bool) -> Self {
+        Self { share_memory, ..self }
+    }
+
+    /// The most that a call may wait. By default it waits as long as every rank is alive.
+    pub fn limit(self, limit: Duration) -> Self {
+        Self { limit: Some(limit), ..self }
+    }
+
+    /// The most that making the group may take; a minute by default.
+    pub fn start_limit(self, start_limit: Duration) -> Self {
+        Self { start_limit, ..self }
+    }
+
+    /// How fast a silent rank is given up.
+    pub fn heartbeat(self, heartbeat: Heartbeat) -> Self {
+        Self { heartbeat, ..self }
+    }
+
+    /// Where one algorithm gives way to the next; the same on every rank.
+    pub fn thresholds(self, thresholds: Thresholds) -> Self {
+        Self { thresholds, ..self }
+    }
+}
+
+/// What every rank contributed to an all-gather of varied sizes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gathered<T> {
+    /// All elements in rank order.
+    pub values: Vec<T>,
+    /// How many of them are of each rank.
+    pub counts: Vec<usize>,
+}
+
+/// Ranks that communicate. Every rank makes the same calls in the same order.
+///
+/// A clone is the same group. A group leaves when its last clone is dropped.
+///
+/// ```
+/// use deuteron_collective::{Group, GroupOptions, LocalRendezvous, ReduceOp};
+///
+/// let threads: Vec<_> = LocalRendezvous::group(4)
+///     .into_iter()
+///     .map(|rendezvous| {
+///         std::thread::spawn(move || {
+///             let group = Group::connect(&rendezvous, GroupOptions::default())?;
+///             let mut tensor = [group.rank() as f32; 3];
+///             group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+///             Ok::<_, deuteron_collective::Error>(tensor)
+///         })
+///     })
+///     .collect();
+/// for thread in threads {
+///     assert_eq!(thread.join().unwrap()?, [6.0; 3]);
+/// }
+/// # Ok::<(), deuteron_collective::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Group {
+    inner: Arc<Inner>,
+    limit: Option<Duration>,
+}
+
+struct Inner {
+    health: Arc<Health>,
+    topology: Topology,
+    thresholds: Thresholds,
+    forks: u32,
+    /// Says goodbye before the engine's connections close: fields are dropped in this order.
+    watch: Option<Watch>,
+    engine: Mutex<Engine>,
+}
+
+/// What a call works with, one call at a time.
+struct Engine {
+    way: Way,
+    buckets: Buckets,
+    channels: Vec<Option<Channel>>,
+}
+
+enum Way {
+    Alone,
+    Shared(Arena),
+    Linked(Mesh),
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Group(rank {} of {})", self.rank(), self.size())
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.forks != fork::forks() {
+            // A forked child: the watch thread and the connections are its parent's.
+            let nothing =
+                Engine { way: Way::Alone, buckets: Buckets::default(), channels: Vec::new() };
+            std::mem::forget(self.watch.take());
+            std::mem::forget(std::mem::replace(&mut self.engine, Mutex::new(nothing)));
+        } else if let Some(own) = &self.health.neighbours[self.health.rank] {
+            own.leave();
+        }
+    }
+}
+
+impl Group {
+    /// Meets the other ranks and connects to those that the algorithms need.
+    pub fn connect(rendezvous: &dyn Rendezvous, options: GroupOptions) -> Result<Self> {
+        let wishes = Wishes {
+            security: &options.security,
+            host: options.host,
+            address: options.address,
+            share_memory: options.share_memory,
+            limit: options.start_limit,
+        };
+        let (rank, size) = (rendezvous.rank(), rendezvous.size());
+        let Connected { hosts, cores, neighbours, channels, shared, peers, near, remote } =
+            bootstrap::connect(rendezvous, &wishes)?;
+        let way = if size == 1 {
+            Way::Alone
+        } else if shared {
+            Way::Shared(Arena::new(rank, neighbours.iter().flatten().cloned().collect(), cores))
+        } else {
+            Way::Linked(Mesh::new(rank, peers))
+        };
+        let failed = |error: io::Error| Error::system("the watch thread cannot start", error);
+        let health = Health::new(rank, hosts, rendezvous.generation(), neighbours)
+            .map_err(|error| failed(error.into()))?;
+        let health = Arc::new(health);
+        let watch = match size {
+            1 => None,
+            _ => Some(
+                Watch::start(Arc::clone(&health), options.heartbeat, near, remote)
+                    .map_err(failed)?,
+            ),
+        };
+        let inner = Inner {
+            health,
+            topology: Topology { ranks: size, shared, cores },
+            thresholds: options.thresholds,
+            forks: fork::forks(),
+            watch,
+            engine: Mutex::new(Engine { way, buckets: Buckets::default(), channels }),
+        };
+        let group = Self { inner: Arc::new(inner), limit: options.limit };
+        // Nobody returns before everybody watches: from here on a death has a name.
+        group.within(options.start_limit).barrier()?;
+        Ok(group)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.inner.health.rank
+    }
+
+    /// How many ranks there are.
+    pub fn size(&self) -> usize {
+        self.inner.topology.ranks
+    }
+
+    /// Attempt number of the gang.
+    pub fn generation(&self) -> u64 {
+        self.inner.health.generation
+    }
+
+    /// The name of a rank's host.
+    pub fn host(&self, rank: usize) -> &str {
+        self.inner.health.host(rank)
+    }
+
+    /// Whether every pair of ranks shares memory.
+    pub fn shares_memory(&self) -> bool {
+        self.inner.topology.shared
+    }
+
+    /// The same group with another limit for the calls made through it.
+    #[must_use]
+    pub fn within(&self, limit: Duration) -> Self {
+        Self { inner: Arc::clone(&self.inner), limit: Some(limit) }
+    }
+
+    /// How a call of `bytes` per rank would be carried out, and why.
+    pub fn explain(&self, kind: Kind, bytes: usize, registered: bool) -> Plan {
+        plan::choose(kind, bytes, registered, &self.inner.topology, &self.inner.thresholds)
+    }
+
+    /// Ends the group on all ranks: their pending and next calls fail with `reason`.
+    pub fn abort(&self, reason: &str) {
+        let (rank, host) = (self.rank(), self.host(self.rank()).to_owned());
+        self.inner.health.fail(Failure {
+            kind: FailureKind::Aborted,
+            rank,
+            host,
+            cause: reason.into(),
+        });
+    }
+
+    /// Replaces every rank's elements with the combination of all ranks'. All ranks get the same bits.
+    ///
+    /// A tensor in a [`Bucket`] is reduced where it lies. After an error its content is undefined.
+    pub fn all_reduce<T: Element>(
+        &self,
+        tensor: &mut [T],
+        reduction: impl Into<Reduction>,
+    ) -> Result<()> {
+        let call = Call {
+            reduction: reduction.into(),
+            ..Call::new(Kind::AllReduce, T::DTYPE, tensor.len())
+        };
+        let mut engine = self.enter(&call)?;
+        let mut ticket = self.ticket(&call);
+        let bytes = bytes_mut(tensor);
+        let Engine { way, buckets, .. } = &mut *engine;
+        match way {
+            Way::Alone => {
+                let steps = Steps::whole(call.reduction, 1);
+                let pointer = bytes.as_mut_ptr();
+                // SAFETY: the slice is the caller's.
+                unsafe { kernel::reduce(call.dtype, &steps, &[pointer], &[pointer], call.count) };
+                Ok(())
+            }
+            Way::Shared(arena) => {
+                let plan = self.explain(call.kind, call.bytes(), false);
+                let location = self.locate(&call, bytes.as_ptr(), buckets);
+                // SAFETY: the slice is borrowed mutably for the whole call.
+                unsafe {
+                    arena.all_reduce(&mut ticket, &plan, bytes.as_mut_ptr(), location, buckets)
+                }
+            }
+            Way::Linked(mesh) => {
+                let plan = self.explain(call.kind, call.bytes(), false);
+                mesh.all_reduce(&mut ticket, &plan, bytes)
+            }
+        }
+    }
+
+    /// Fills `output` with every rank's `input`, in rank order. All inputs have the same length.
+    pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        if output.len() != input.len() * self.size() {
+            return Err(Error::Invalid(format!(
+                "all_gather of {} elements from {} ranks needs an output of {}, not {}",
+                input.len(),
+                self.size(),
+                input.len() * self.size(),
+                output.len()
+            )));
+        }
+        let call = Call::new(Kind::AllGather, T::DTYPE, input.len());
+        let ranges: Vec<Range<usize>> =
+            (0..self.size()).map(|rank| rank * call.bytes()..(rank + 1) * call.bytes()).collect();
+        self.gather(&call, input, output, &ranges)
+    }
+
+    /// Every rank's elements in rank order, as many as each has.
+    ///
+    /// ```
+    /// # use deuteron_collective::{Group, GroupOptions, LocalRendezvous};
+    /// # let rendezvous = LocalRendezvous::group(1).remove(0);
+    /// let group = Group::connect(&rendezvous, GroupOptions::default())?;
+    /// let gathered = group.all_gather_varied(&[1i64, 2, 3])?;
+    /// assert_eq!((gathered.values, gathered.counts), (vec![1, 2, 3], vec![3]));
+    /// # Ok::<(), deuteron_collective::Error>(())
+    /// ```
+    pub fn all_gather_varied<T: Element + Default>(&self, input: &[T]) -> Result<Gathered<T>> {
+        // The type goes along with the count: bytes of another type must not be taken for these.
+        let mine = [input.len() as i64, T::DTYPE as i64];
+        let mut all = vec![0i64; 2 * self.size()];
+        self.all_gather(&mine, &mut all)?;
+        let counts: Vec<usize> = all.iter().step_by(2).map(|count| *count as usize).collect();
+        let call = Call::new(Kind::AllGatherVaried, T::DTYPE, counts.iter().sum());
+        let mut values = vec![T::default(); call.count];
+        let mut end = 0;
+        let ranges: Vec<Range<usize>> = counts
+            .iter()
+            .map(|count| {
+                let start = end;
+                end += count * call.dtype.size();
+                start..end
+            })
+            .collect();
+        self.gather(&call, input, &mut values, &ranges)?;
+        Ok(Gathered { values, counts })
+    }
+
+    /// Replaces every rank's elements with the root's.
+    pub fn broadcast<T: Element>(&self, tensor: &mut [T], root: usize) -> Result<()> {
+        if root >= self.size() {
+            return Err(Error::Invalid(format!("there is no rank {root} among {}", self.size())));
+        }
+        let call = Call { root, ..Call::new(Kind::Broadcast, T::DTYPE, tensor.len()) };
+        let mut engine = self.enter(&call)?;
+        let mut ticket = self.ticket(&call);
+        let plan = self.explain(call.kind, call.bytes(), false);
+        let bytes = bytes_mut(tensor);
+        let Engine { way, buckets, .. } = &mut *engine;
+        match way {
+            Way::Alone => {}
+            Way::Shared(arena) => {
+                let location = self.locate(&call, bytes.as_ptr(), buckets);
+                let ranges: Vec<Range<usize>> = (0..self.size())
+                    .map(|rank| if rank == root { 0..bytes.len() } else { 0..0 })
+                    .collect();
+                let tensor = bytes.as_mut_ptr();
+                // SAFETY: the slice is borrowed mutably for the whole call, and input and output are the same.
+                unsafe {
+                    arena.gather(&mut ticket, &plan, tensor, tensor, &ranges, location, buckets)?
+                };
+            }
+            Way::Linked(mesh) => mesh.broadcast(&mut ticket, &plan, bytes)?,
+        }
+        make_valid(call.dtype, bytes);
+        Ok(())
+    }
+
+    /// Returns when every rank has called it.
+    pub fn barrier(&self) -> Result<()> {
+        let call = Call::new(Kind::Barrier, DType::U8, 0);
+        let mut engine = self.enter(&call)?;
+        let mut ticket = self.ticket(&call);
+        match &mut engine.way {
+            Way::Alone => Ok(()),
+            Way::Shared(arena) => arena.barrier(&mut ticket),
+            Way::Linked(mesh) => mesh.barrier(&mut ticket),
+        }
+    }
+
+    /// Makes memory of the group for `len` elements, zeroed: what lies in it is reduced in place. Every rank
+    /// calls it with the same length. Where ranks do not share memory it is memory like any other.
+    pub fn bucket<T: Element>(&self, len: usize) -> Result<Bucket<T>> {
+        let call = Call::new(Kind::Bucket, T::DTYPE, len);
+        let mut engine = self.enter(&call)?;
+        let mut ticket = self.ticket(&call);
+        let made = Mapping::create("deuteron-bucket", call.bytes().max(1));
+        let Engine { way, buckets, channels } = &mut *engine;
+        let mut theirs: Vec<Option<Mapping>> = channels.iter().map(|_| None).collect();
+        if let Way::Shared(arena) = way {
+            // All agree on the call, and that memory could be had everywhere, before descriptors travel.
+            arena.barrier(&mut ticket)?;
+            let system = |context: String, error: rustix::io::Errno| {
+                self.abort(&format!("{context}: {error}"));
+                Error::system(context, error)
+            };
+            let context = || format!("no memory for a bucket of {} bytes", call.bytes());
+            let (fd, _) = made.as_ref().map_err(|error| system(context(), *error))?;
+            for (rank, channel) in channels.iter().enumerate() {
+                let Some(channel) = channel else { continue };
+                channel.send(&[3], &[fd.as_fd()]).map_err(|error| {
+                    ticket.lost(rank, format!("a descriptor could not be sent to it: {error}"))
+                })?;
+            }
+            for (rank, channel) in channels.iter().enumerate() {
+                let Some(channel) = channel else { continue };
+                let received = channel.receive(&mut [0], || {
+                    ticket.check(|| vec![rank]).map_err(Interrupted::Stopped)
+                });
+                let mapping = match received {
+                    Ok(descriptors) => single(descriptors).and_then(|fd| {
+                        Mapping::of_neighbour(&fd, call.bytes().max(1))
+                            .map_err(|error| system(context(), error))
+                    })?,
+                    Err(Interrupted::Stopped(error)) => return Err(error),
+                    Err(Interrupted::Broken(error)) => {
+                        return Err(ticket.broken(rank, &error));
+                    }
+                };
+                theirs[rank] = Some(mapping);
+            }
+            arena.barrier(&mut ticket)?;
+        } else if let Way::Linked(mesh) = way {
+            mesh.barrier(&mut ticket)?;
+        }
+        let (_, own) = made.map_err(|error| {
+            Error::system(format!("no memory for a bucket of {} bytes", call.bytes()), error)
+        })?;
+        let memory = Arc::new(BucketMemory::new(buckets.next_id(), own, theirs));
+        buckets.add(&memory);
+        Ok(Bucket::new(memory, len))
+    }
+
+    fn gather<T: Element>(
+        &self,
+        call: &Call,
+        input: &[T],
+        output: &mut [T],
+        ranges: &[Range<usize>],
+    ) -> Result<()> {
+        let mut engine = self.enter(call)?;
+        let mut ticket = self.ticket(call);
+        let plan = self.explain(call.kind, call.bytes(), false);
+        let (input, output) = (bytes(input), bytes_mut(output));
+        let Engine { way, buckets, .. } = &mut *engine;
+        match way {
+            Way::Alone => output.copy_from_slice(input),
+            Way::Shared(arena) => {
+                let location = self.locate(call, input.as_ptr(), buckets);
+                let (from, to) = (input.as_ptr(), output.as_mut_ptr());
+                // SAFETY: both slices are borrowed for the whole call; their lengths are those of the ranges.
+                unsafe { arena.gather(&mut ticket, &plan, from, to, ranges, location, buckets)? };
+            }
+            Way::Linked(mesh) => {
+                output[ranges[self.rank()].clone()].copy_from_slice(input);
+                mesh.all_gather(&mut ticket, ranges, output)?;
+            }
+        }
+        make_valid(call.dtype, output);
+        Ok(())
+    }
+
+    /// Where a tensor lies, if its memory is registered and the call is large enough to use that.
+    fn locate(&self, call: &Call, tensor: *const u8, buckets: &Buckets) -> Location {
+        let plan = self.explain(call.kind, call.bytes(), true);
+        if plan.algorithm == Algorithm::InPlace {
+            buckets.locate(tensor, call.bytes())
+        } else {
+            Location::PLAIN
+        }
+    }
+
+    fn ticket<'a>(&'a self, call: &'a Call) -> Ticket<'a> {
+        Ticket::new(&self.inner.health, call, self.limit)
+    }
+
+    /// Refuses a call on a group that is dead or another process's.
+    fn enter(&self, call: &Call) -> Result<MutexGuard<'_, Engine>> {
+        if self.inner.forks != fork::forks() {
+            return Err(Error::Invalid(
+                "this process is a fork of the rank that made the group; only the rank may use it"
+                    .into(),
+            ));
+        }
+        if self.inner.health.failure().is_some() {
+            return Err(self.inner.health.error(call));
+        }
+        Ok(self.inner.engine.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Why a descriptor did not come.
+enum Interrupted {
+    Stopped(Error),
+    Broken(io::Error),
+}
+
+impl From<io::Error> for Interrupted {
+    fn from(error: io::Error) -> Self {
+        Self::Broken(error)
+    }
+}
+
+fn bytes<T: Element>(tensor: &[T]) -> &[u8] {
+    // SAFETY: elements are plain memory without padding.
+    unsafe { std::slice::from_raw_parts(tensor.as_ptr().cast(), size_of_val(tensor)) }
+}
+
+fn bytes_mut<T: Element>(tensor: &mut [T]) -> &mut [u8] {
+    // SAFETY: as above; what is written into it is valid for the type, see `make_valid`.
+    unsafe { std::slice::from_raw_parts_mut(tensor.as_mut_ptr().cast(), size_of_val(tensor)) }
+}
+
+/// Bytes that came from elsewhere may be anything; only `bool` minds.
+fn make_valid(dtype: DType, bytes: &mut [u8]) {
+    if dtype == DType::Bool {
+        // SAFETY: the slice is ours.
+        unsafe { kernel::canonical_bool(bytes.as_mut_ptr(), bytes.len()) };
+    }
+}

@@ -1,0 +1,49 @@
+//! Ranks exchange tensors at the speed of memory or wire.
+//!
+//! A [`Group`] is made from a [`Rendezvous`], an all-gather of small messages. Ranks of one host share memory,
+//! ranks of different hosts talk over TCP with mutual TLS. Every call is checked to be the same on all ranks,
+//! every wait watches its peers, and every failure has a name.
+//!
+//! | module | one sentence |
+//! |---|---|
+//! | `group` | the calls that users make |
+//! | `plan` | which algorithm a call uses, and why |
+//! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
+//! | `mesh`, `link` | collectives over streams of bytes, and the streams |
+//! | `kernel` | the arithmetic |
+//! | `bootstrap`, `accept`, `security`, `rendezvous` | how ranks meet and come to trust each other |
+//! | `health`, `watch`, `process`, `fork` | who is alive, and how everybody learns who is not |
+
+mod accept;
+mod arena;
+mod bootstrap;
+mod bucket;
+mod call;
+mod chunk;
+mod dtype;
+mod error;
+mod fork;
+#[doc(hidden)]
+pub mod frame;
+mod group;
+mod health;
+mod kernel;
+mod link;
+mod mesh;
+pub mod plan;
+mod process;
+mod reduction;
+mod rendezvous;
+mod security;
+mod shm;
+mod watch;
+
+pub use bucket::Bucket;
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use group::{Gathered, Group, GroupOptions};
+pub use plan::Kind;
+pub use reduction::{ReduceOp, Reduction};
+pub use rendezvous::{LocalRendezvous, MAX_MESSAGE, Rendezvous, TcpRendezvous};
+pub use security::{Identity, SERVER_NAME, Security};
+pub use watch::Heartbeat;

@@ -1,0 +1,198 @@
+//! Which algorithm a call uses: one pure function, with its reason.
+
+pub use crate::call::Kind;
+
+/// How a call is carried out. `docs/algorithms.md` has the steps and bytes of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// One rank: the result is there already.
+    Alone,
+    /// Shared memory: the elements travel in the cache line that carries the sequence number.
+    Inline,
+    /// Shared memory: each rank stages its elements and takes what it needs from everybody's.
+    OneShot,
+    /// Shared memory: each rank reduces its slice of every chunk, then takes the others' slices.
+    TwoShot,
+    /// Shared memory, registered: each rank reads and writes everybody's tensor where it lies.
+    InPlace,
+    /// Links: whole vectors with partners at distance 1, 2, 4 …
+    RecursiveDoubling,
+    /// Links: halves, quarters … with the same partners, then back.
+    HalvingDoubling,
+    /// Links: chunks around the ring, reduced on arrival.
+    Ring,
+    /// Links: from the root to its partners, from these to theirs.
+    Tree,
+}
+
+/// What a plan depends on besides the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Topology {
+    /// Ranks of the group.
+    pub ranks: usize,
+    /// Every pair of ranks shares memory.
+    pub shared: bool,
+    /// Cores that the ranks of this host may use.
+    pub cores: usize,
+}
+
+/// Where one algorithm gives way to the next, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thresholds {
+    /// Most bytes in the line itself.
+    pub inline: usize,
+    /// Everybody reduces everything up to this with five ranks and more.
+    pub one_shot_many: usize,
+    /// The same with three or four ranks.
+    pub one_shot_few: usize,
+    /// Registered memory is used where it lies from here on.
+    pub in_place: usize,
+    /// Chunk of the copying algorithms when every rank has a core.
+    pub chunk: usize,
+    /// Chunk when ranks share cores, where each exchange costs a switch of processes.
+    pub chunk_crowded: usize,
+    /// Whole vectors between hosts up to this.
+    pub doubling: usize,
+    /// Halves between hosts up to this; the ring above.
+    pub halving: usize,
+    /// Tree for a broadcast up to this; around the ring above.
+    pub tree: usize,
+}
+
+impl Default for Thresholds {
+    fn default() -> Self {
+        Self {
+            inline: 8 * crate::shm::protocol::INLINE_WORDS,
+            one_shot_many: 64 << 10,
+            one_shot_few: 256 << 10,
+            in_place: 16 << 10,
+            chunk: 128 << 10,
+            chunk_crowded: 512 << 10,
+            doubling: 10 << 10,
+            halving: 512 << 10,
+            tree: 64 << 10,
+        }
+    }
+}
+
+/// An algorithm, its chunk, and why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// How.
+    pub algorithm: Algorithm,
+    /// Bytes that are staged or received at a time.
+    pub chunk: usize,
+    /// Why, in one sentence.
+    pub reason: &'static str,
+}
+
+/// Chooses the plan for a call of `bytes` per rank.
+///
+/// ```
+/// use deuteron_collective::plan::{Algorithm, Kind, Thresholds, Topology, choose};
+/// let laptop = Topology { ranks: 4, shared: true, cores: 2 };
+/// let plan = choose(Kind::AllReduce, 1 << 20, true, &laptop, &Thresholds::default());
+/// assert_eq!(plan.algorithm, Algorithm::InPlace);
+/// ```
+pub fn choose(
+    kind: Kind,
+    bytes: usize,
+    registered: bool,
+    topology: &Topology,
+    thresholds: &Thresholds,
+) -> Plan {
+    let Topology { ranks, shared, cores } = *topology;
+    let crowded = ranks > cores;
+    let chunk = if crowded { thresholds.chunk_crowded } else { thresholds.chunk };
+    let reduces = kind == Kind::AllReduce;
+    let one_shot = if ranks > 4 { thresholds.one_shot_many } else { thresholds.one_shot_few };
+    let (algorithm, reason) = match (shared, kind) {
+        _ if ranks == 1 => (Algorithm::Alone, "there is one rank"),
+        (true, _) if bytes <= thresholds.inline => {
+            (Algorithm::Inline, "it fits in the line that carries the sequence number")
+        }
+        (true, _) if registered && bytes >= thresholds.in_place => {
+            (Algorithm::InPlace, "the memory is registered: nothing has to be copied in or out")
+        }
+        (true, _) if !reduces => (Algorithm::OneShot, "shared memory: one copy in, one copy out"),
+        (true, _) if ranks == 2 => (
+            Algorithm::OneShot,
+            "two ranks read as much of each other whether they divide the work or not",
+        ),
+        (true, _) if bytes <= one_shot => {
+            (Algorithm::OneShot, "small: reading everything costs less than a second exchange")
+        }
+        (true, _) => (
+            Algorithm::TwoShot,
+            "large: each rank reduces one slice, so that nothing is read twice",
+        ),
+        (false, Kind::AllReduce | Kind::Barrier | Kind::Bucket) if bytes <= thresholds.doubling => {
+            (Algorithm::RecursiveDoubling, "small: the fewest messages")
+        }
+        (false, Kind::Broadcast) if bytes <= thresholds.tree => {
+            (Algorithm::Tree, "small: the fewest messages in a row")
+        }
+        (false, Kind::AllReduce) if ranks > 2 && bytes <= thresholds.halving => {
+            (Algorithm::HalvingDoubling, "medium: few messages, each byte sent about twice")
+        }
+        (false, _) => (
+            Algorithm::Ring,
+            "large: all links busy in both directions, each byte sent about twice",
+        ),
+    };
+    Plan { algorithm, chunk, reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Algorithm::{
+        Alone, HalvingDoubling, InPlace, Inline, OneShot, RecursiveDoubling, Ring, Tree, TwoShot,
+    };
+
+    #[test]
+    fn every_band_has_its_algorithm() {
+        let host = |ranks| Topology { ranks, shared: true, cores: 8 };
+        let hosts = |ranks| Topology { ranks, shared: false, cores: 8 };
+        let cases = [
+            (Kind::AllReduce, 1 << 30, false, host(1), Alone),
+            (Kind::AllReduce, 40, true, host(2), Inline),
+            (Kind::AllReduce, 41, true, host(2), OneShot),
+            (Kind::AllReduce, 16 << 10, true, host(2), InPlace),
+            (Kind::AllReduce, 1 << 30, false, host(2), OneShot),
+            (Kind::AllReduce, 256 << 10, false, host(4), OneShot),
+            (Kind::AllReduce, (256 << 10) + 1, false, host(4), TwoShot),
+            (Kind::AllReduce, 64 << 10, false, host(8), OneShot),
+            (Kind::AllReduce, (64 << 10) + 1, false, host(8), TwoShot),
+            (Kind::AllGather, 1 << 20, false, host(8), OneShot),
+            (Kind::AllGather, 1 << 20, true, host(8), InPlace),
+            (Kind::Broadcast, 1 << 20, true, host(8), InPlace),
+            (Kind::Barrier, 0, false, host(8), Inline),
+            (Kind::Barrier, 0, false, hosts(8), RecursiveDoubling),
+            (Kind::AllReduce, 10 << 10, true, hosts(8), RecursiveDoubling),
+            (Kind::AllReduce, 512 << 10, false, hosts(8), HalvingDoubling),
+            (Kind::AllReduce, 512 << 10, false, hosts(2), Ring),
+            (Kind::AllReduce, 1 << 20, false, hosts(8), Ring),
+            (Kind::AllGather, 4, false, hosts(8), Ring),
+            (Kind::Broadcast, 4, false, hosts(8), Tree),
+            (Kind::Broadcast, 1 << 20, false, hosts(8), Ring),
+        ];
+        for (kind, bytes, registered, topology, expected) in cases {
+            let plan = choose(kind, bytes, registered, &topology, &Thresholds::default());
+            assert_eq!(
+                plan.algorithm, expected,
+                "{kind:?} of {bytes} on {topology:?}: {}",
+                plan.reason
+            );
+        }
+    }
+
+    #[test]
+    fn crowded_ranks_exchange_less_often() {
+        let chunk = |cores| {
+            let topology = Topology { ranks: 4, shared: true, cores };
+            choose(Kind::AllReduce, 1 << 20, false, &topology, &Thresholds::default()).chunk
+        };
+        assert!(chunk(2) > chunk(4));
+    }
+}

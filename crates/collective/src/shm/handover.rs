@@ -1,0 +1,136 @@
+//! Descriptors on their way to a neighbour: a Unix socket on which both sides have checked credentials.
+
+use crate::error::{Error, Result};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fd::{AsFd, BorrowedFd, OwnedFd},
+    net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt::socket_peercred,
+    },
+    process::{Pid, geteuid},
+    time::Timespec,
+};
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener, UnixStream},
+    },
+    time::{Duration, Instant},
+};
+
+/// Descriptors that one message can carry.
+const MAX_DESCRIPTORS: usize = 2;
+
+/// Listens in the abstract name space, which is the network namespace's: who can connect is on the same host.
+pub(crate) fn listen(name: &str) -> io::Result<UnixListener> {
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)
+}
+
+/// A connection to one neighbour whose credentials are right.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    stream: UnixStream,
+    /// The neighbour's process, as the kernel tells.
+    pub pid: Option<Pid>,
+}
+
+impl Channel {
+    pub fn connect(name: &str) -> io::Result<Self> {
+        UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?).and_then(Self::checked)
+    }
+
+    /// Refuses a neighbour that runs as another user: shared memory would let it change our tensors.
+    pub fn checked(stream: UnixStream) -> io::Result<Self> {
+        let peer = socket_peercred(&stream)?;
+        if peer.uid != geteuid() {
+            let (theirs, ours) = (peer.uid.as_raw(), geteuid().as_raw());
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                format!("it runs as user {theirs}, this rank as user {ours}"),
+            ));
+        }
+        stream.set_nonblocking(true)?;
+        Ok(Self { stream, pid: Some(peer.pid).filter(|pid| pid.as_raw_nonzero().get() > 0) })
+    }
+
+    /// Sends bytes with descriptors attached; the message is small enough to fit at once.
+    pub fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut space =
+            [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors))
+        {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let flags = SendFlags::NOSIGNAL;
+        match sendmsg(&self.stream, &[IoSlice::new(bytes)], &mut ancillary, flags)? {
+            sent if sent == bytes.len() => Ok(()),
+            _ => Err(io::ErrorKind::WriteZero.into()),
+        }
+    }
+
+    /// Receives exactly `bytes.len()` bytes and the descriptors that came with them. While it waits, `check`
+    /// is asked every now and then whether to go on.
+    pub fn receive<E: From<io::Error>>(
+        &self,
+        bytes: &mut [u8],
+        mut check: impl FnMut() -> std::result::Result<(), E>,
+    ) -> std::result::Result<Vec<OwnedFd>, E> {
+        let mut descriptors = Vec::new();
+        let mut filled = 0;
+        while filled < bytes.len() {
+            let mut space =
+                [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let mut into = [IoSliceMut::new(&mut bytes[filled..])];
+            match recvmsg(&self.stream, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+                Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
+                    return Err(io::Error::other("too many descriptors in one message").into());
+                }
+                Ok(message) if message.bytes == 0 => {
+                    return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+                }
+                Ok(message) => {
+                    filled += message.bytes;
+                    for part in ancillary.drain() {
+                        if let RecvAncillaryMessage::ScmRights(fds) = part {
+                            descriptors.extend(fds);
+                        }
+                    }
+                }
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+                    check()?;
+                    let nap = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+                    let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
+                    let _ = poll(&mut fds, Some(&nap));
+                }
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        }
+        Ok(descriptors)
+    }
+
+    /// The same with a time limit.
+    pub fn receive_within(&self, bytes: &mut [u8], limit: Duration) -> io::Result<Vec<OwnedFd>> {
+        let start = Instant::now();
+        self.receive(bytes, || {
+            if start.elapsed() > limit { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
+        })
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+/// The one descriptor that was promised.
+pub(crate) fn single(mut descriptors: Vec<OwnedFd>) -> Result<OwnedFd> {
+    match (descriptors.pop(), descriptors.is_empty()) {
+        (Some(fd), true) => Ok(fd),
+        _ => Err(Error::Bootstrap("a neighbour sent the wrong number of descriptors".into())),
+    }
+}

@@ -1,0 +1,99 @@
+//! Ranks as threads over each transport, under a time limit that kills.
+#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(clippy::allow_attributes, reason = "whether anything is unused differs from file to file")]
+
+use deuteron_collective::{
+    Error, Group, GroupOptions, Identity, LocalRendezvous, SERVER_NAME, Security,
+};
+use std::{sync::mpsc, thread, time::Duration};
+
+/// How the ranks of a test reach each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Over {
+    SharedMemory,
+    Tcp,
+    Tls,
+}
+
+impl Over {
+    pub const ALL: [Self; 3] = [Self::SharedMemory, Self::Tcp, Self::Tls];
+
+    pub fn options(self) -> GroupOptions {
+        let options = GroupOptions::default().limit(Duration::from_secs(60));
+        match self {
+            Self::SharedMemory => options,
+            Self::Tcp => options.share_memory(false),
+            Self::Tls => options.share_memory(false).security(Security::Tls(job().member())),
+        }
+    }
+}
+
+/// A job's certificate authority.
+pub struct Job {
+    authority: rcgen::CertifiedIssuer<'static, rcgen::KeyPair>,
+}
+
+/// The authority that the ranks of this test process share.
+pub fn job() -> &'static Job {
+    static JOB: std::sync::OnceLock<Job> = std::sync::OnceLock::new();
+    JOB.get_or_init(Job::new)
+}
+
+impl Job {
+    pub fn new() -> Self {
+        let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let key = rcgen::KeyPair::generate().unwrap();
+        Self { authority: rcgen::CertifiedIssuer::self_signed(params, key).unwrap() }
+    }
+
+    pub fn member(&self) -> Identity {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &self.authority).unwrap();
+        Identity::from_pem(
+            self.authority.pem().as_bytes(),
+            certificate.pem().as_bytes(),
+            key.serialize_pem().as_bytes(),
+        )
+        .unwrap()
+    }
+}
+
+/// Aborts the whole test process when a test takes longer than `seconds`: nothing may hang.
+pub struct Limit(#[expect(dead_code, reason = "dropping it ends the limit")] mpsc::Sender<()>);
+
+impl Limit {
+    pub fn seconds(seconds: u64) -> Self {
+        let name = thread::current().name().unwrap_or("a test").to_owned();
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || {
+            if receiver.recv_timeout(Duration::from_secs(seconds))
+                == Err(mpsc::RecvTimeoutError::Timeout)
+            {
+                eprintln!("{name} did not end within {seconds} s");
+                std::process::abort();
+            }
+        });
+        Self(sender)
+    }
+}
+
+/// Runs `body` on every rank, each a thread of its own, and returns the results in rank order.
+pub fn run<R: Send>(
+    over: Over,
+    ranks: usize,
+    body: impl Fn(Group) -> Result<R, Error> + Sync,
+) -> Vec<Result<R, Error>> {
+    let _limit = Limit::seconds(120);
+    thread::scope(|scope| {
+        let threads: Vec<_> = LocalRendezvous::group(ranks)
+            .into_iter()
+            .map(|rendezvous| {
+                let body = &body;
+                scope.spawn(move || Group::connect(&rendezvous, over.options()).and_then(body))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
