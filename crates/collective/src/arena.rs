@@ -102,7 +102,7 @@ impl Arena {
         let mut agreed = true;
         for peer in self.others() {
             let board = self.members[peer].board();
-            board.wait(tick, self.patience, || ticket.check(|| self.missing(tick)))?;
+            board.wait(tick, self.patience, || ticket.check_near(|| self.missing(tick)))?;
             agreed &= board.line(tick).signature.load(Ordering::Relaxed) == signature;
         }
         self.tick = tick;

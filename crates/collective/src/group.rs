@@ -347,11 +347,9 @@ impl Group {
     /// # Ok::<(), deuteron_collective::Error>(())
     /// ```
     pub fn all_gather_varied<T: Element + Default>(&self, input: &[T]) -> Result<Gathered<T>> {
-        // The type goes along with the count: bytes of another type must not be taken for these.
-        let mine = [input.len() as i64, T::DTYPE as i64];
-        let mut all = vec![0i64; 2 * self.size()];
-        self.all_gather(&mine, &mut all)?;
-        let counts: Vec<usize> = all.iter().step_by(2).map(|count| *count as usize).collect();
+        let mut counts = vec![0i64; self.size()];
+        self.all_gather(&[input.len() as i64], &mut counts)?;
+        let counts: Vec<usize> = counts.into_iter().map(|count| count as usize).collect();
         let call = Call::new(Kind::AllGatherVaried, T::DTYPE, counts.iter().sum());
         let mut values = vec![T::default(); call.count];
         let mut end = 0;
@@ -436,7 +434,7 @@ impl Group {
             for (rank, channel) in channels.iter().enumerate() {
                 let Some(channel) = channel else { continue };
                 let received = channel.receive(&mut [0], || {
-                    ticket.check(|| vec![rank]).map_err(Interrupted::Stopped)
+                    ticket.check_near(|| vec![rank]).map_err(Interrupted::Stopped)
                 });
                 let mapping = match received {
                     Ok(descriptors) => single(descriptors).and_then(|fd| {

@@ -1,6 +1,10 @@
 //! Which algorithm a call uses: one pure function, with its reason.
 
 pub use crate::call::Kind;
+use crate::shm::protocol::INLINE_WORDS;
+
+/// A chunk holds at least a few elements of any type.
+const MIN_CHUNK: usize = 64;
 
 /// How a call is carried out. `docs/algorithms.md` has the steps and bytes of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,12 +43,14 @@ pub struct Topology {
 /// Where one algorithm gives way to the next, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Most bytes in the line itself.
+    /// Most bytes in the line itself; there is room for 40.
     pub inline: usize,
     /// Everybody reduces everything up to this with five ranks and more.
     pub one_shot_many: usize,
     /// The same with three or four ranks.
     pub one_shot_few: usize,
+    /// The same when ranks share cores.
+    pub one_shot_crowded: usize,
     /// Registered memory is used where it lies from here on.
     pub in_place: usize,
     /// Chunk of the copying algorithms when every rank has a core.
@@ -62,9 +68,10 @@ pub struct Thresholds {
 impl Default for Thresholds {
     fn default() -> Self {
         Self {
-            inline: 8 * crate::shm::protocol::INLINE_WORDS,
-            one_shot_many: 64 << 10,
-            one_shot_few: 256 << 10,
+            inline: 8 * INLINE_WORDS,
+            one_shot_many: 4 << 10,
+            one_shot_few: 16 << 10,
+            one_shot_crowded: 64 << 10,
             in_place: 16 << 10,
             chunk: 128 << 10,
             chunk_crowded: 512 << 10,
@@ -103,12 +110,17 @@ pub fn choose(
 ) -> Plan {
     let Topology { ranks, shared, cores } = *topology;
     let crowded = ranks > cores;
-    let chunk = if crowded { thresholds.chunk_crowded } else { thresholds.chunk };
+    let chunk = if crowded { thresholds.chunk_crowded } else { thresholds.chunk }.max(MIN_CHUNK);
     let reduces = kind == Kind::AllReduce;
-    let one_shot = if ranks > 4 { thresholds.one_shot_many } else { thresholds.one_shot_few };
+    let inline = thresholds.inline.min(8 * INLINE_WORDS);
+    let one_shot = match ranks {
+        _ if crowded => thresholds.one_shot_crowded,
+        ..=4 => thresholds.one_shot_few,
+        _ => thresholds.one_shot_many,
+    };
     let (algorithm, reason) = match (shared, kind) {
         _ if ranks == 1 => (Algorithm::Alone, "there is one rank"),
-        (true, _) if bytes <= thresholds.inline => {
+        (true, _) if bytes <= inline => {
             (Algorithm::Inline, "it fits in the line that carries the sequence number")
         }
         (true, _) if registered && bytes >= thresholds.in_place => {
@@ -160,10 +172,12 @@ mod tests {
             (Kind::AllReduce, 41, true, host(2), OneShot),
             (Kind::AllReduce, 16 << 10, true, host(2), InPlace),
             (Kind::AllReduce, 1 << 30, false, host(2), OneShot),
-            (Kind::AllReduce, 256 << 10, false, host(4), OneShot),
-            (Kind::AllReduce, (256 << 10) + 1, false, host(4), TwoShot),
-            (Kind::AllReduce, 64 << 10, false, host(8), OneShot),
-            (Kind::AllReduce, (64 << 10) + 1, false, host(8), TwoShot),
+            (Kind::AllReduce, 16 << 10, false, host(4), OneShot),
+            (Kind::AllReduce, (16 << 10) + 1, false, host(4), TwoShot),
+            (Kind::AllReduce, 4 << 10, false, host(8), OneShot),
+            (Kind::AllReduce, (4 << 10) + 1, false, host(8), TwoShot),
+            (Kind::AllReduce, 64 << 10, false, host(9), OneShot),
+            (Kind::AllReduce, (64 << 10) + 1, false, host(9), TwoShot),
             (Kind::AllGather, 1 << 20, false, host(8), OneShot),
             (Kind::AllGather, 1 << 20, true, host(8), InPlace),
             (Kind::Broadcast, 1 << 20, true, host(8), InPlace),
@@ -185,6 +199,14 @@ mod tests {
                 plan.reason
             );
         }
+    }
+
+    #[test]
+    fn thresholds_that_cannot_work_are_corrected() {
+        let silly = Thresholds { inline: 1000, chunk: 0, ..Thresholds::default() };
+        let topology = Topology { ranks: 2, shared: true, cores: 2 };
+        let plan = choose(Kind::AllReduce, 41, false, &topology, &silly);
+        assert_eq!((plan.algorithm, plan.chunk), (OneShot, MIN_CHUNK));
     }
 
     #[test]

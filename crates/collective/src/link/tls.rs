@@ -19,6 +19,8 @@ pub(crate) struct TlsLink {
     connection: Connection,
     _registered: Registered,
     stream: TcpStream,
+    /// The last buffer was filled: opened bytes may be left that no poll would tell of.
+    more: bool,
     /// The peer has closed its side of the socket.
     ended: bool,
 }
@@ -28,7 +30,7 @@ impl TlsLink {
     pub fn new(mut connection: Connection, stream: TcpStream) -> io::Result<Self> {
         let _registered = prepare(&stream)?;
         connection.set_buffer_limit(Some(OUTBOX));
-        Ok(Self { connection, _registered, stream, ended: false })
+        Ok(Self { connection, _registered, stream, more: false, ended: false })
     }
 
     /// Takes opened bytes that are there already.
@@ -59,6 +61,7 @@ impl Link for TlsLink {
 
     fn receive(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut filled = 0;
+        self.more = false;
         while filled < buffer.len() {
             let opened = self.opened(&mut buffer[filled..])?;
             filled += opened;
@@ -84,6 +87,7 @@ impl Link for TlsLink {
                 .process_new_packets()
                 .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         }
+        self.more = true;
         Ok(filled)
     }
 
@@ -97,6 +101,9 @@ impl Link for TlsLink {
     }
 
     fn interest(&mut self, receive: bool, send: bool) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        if receive && self.more {
+            return None;
+        }
         let send = send || self.connection.wants_write();
         Some((self.stream.as_fd(), directions(receive, send)))
     }

@@ -77,8 +77,9 @@ impl Mesh {
         Ok(())
     }
 
-    /// The root's tensor reaches all ranks. Each tells its parent that it is there, so a rank that thinks of
-    /// another root is found out, and the root returns after its children have come.
+    /// The root's tensor reaches all ranks. Parents send at once and children tell their parents that they are
+    /// there: so a rank that thinks of another root is found out whoever it waits for, and nobody returns before
+    /// its own children have come.
     pub fn broadcast(
         &mut self,
         ticket: &mut Ticket<'_>,
@@ -270,16 +271,17 @@ impl Mesh {
         let (right, left) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
         let parent = Some(left).filter(|_| me != root);
         let child = Some(right).filter(|right| *right != root);
-        self.message(ticket, 0, parent, child, tensor, 0..0, (0..0, Landing::Store))?;
+        self.message(ticket, 1, parent, None, tensor, 0..0, (0..0, Landing::Store))?;
         let all = 0..tensor.len();
         let out = child.map(|_| all.clone()).into_iter().collect();
         let into = parent.map(|_| (all, Landing::Store)).into_iter().collect();
         let lag = parent.map(|_| 0);
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut flow = Flow::new(tensor, ticket.call.dtype, out, into, lag, &mut scratch);
-        let result = self.run(ticket, 1, child, parent, &mut flow);
+        let result = self.run(ticket, 0, child, parent, &mut flow);
         self.scratch = scratch;
-        result
+        result?;
+        self.message(ticket, 1, None, child, tensor, 0..0, (0..0, Landing::Store))
     }
 
     /// A binomial tree over the power-of-two ranks, relabelled by exclusive or so that every root uses the same
@@ -306,12 +308,10 @@ impl Mesh {
         let all = 0..tensor.len();
         let nothing = (0..0, Landing::Store);
         if parent.is_some() {
-            self.message(ticket, 0, parent, None, tensor, 0..0, nothing.clone())?;
-            self.message(ticket, 1, None, parent, tensor, 0..0, (all.clone(), Landing::Store))?;
+            self.message(ticket, 0, parent, parent, tensor, 0..0, (all.clone(), Landing::Store))?;
         }
-        for child in children {
-            self.message(ticket, 0, None, Some(child), tensor, 0..0, nothing.clone())?;
-            self.message(ticket, 1, Some(child), None, tensor, all.clone(), nothing.clone())?;
+        for child in children.into_iter().map(Some) {
+            self.message(ticket, 0, child, child, tensor, all.clone(), nothing.clone())?;
         }
         Ok(())
     }

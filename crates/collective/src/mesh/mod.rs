@@ -267,7 +267,10 @@ impl Mesh {
                 Ok(None) => {}
                 Ok(Some(header)) => {
                     let header = *header;
+                    // Of a later call: the peer is ahead. Of an earlier one: nobody would have sent it if all had
+                    // agreed on that call.
                     let odd = header.generation != ticket.health.generation
+                        || header.number < self.number
                         || (header.number == self.number && header.call != *ticket.call);
                     if odd {
                         let expected = self.header(ticket, header.step, header.length as usize);
