@@ -13,10 +13,7 @@ use std::{
     collections::BTreeSet,
     io::{self, Read, Write},
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
-    sync::{
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
+    sync::{Mutex, PoisonError, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -45,22 +42,26 @@ pub(crate) fn for_me(hello: &Hello, me: usize, generation: u64) -> Result<(), St
 }
 
 /// Accepts until everyone in `expected` has come. `admit` judges a greeting and the certificate behind it.
-/// Whoever is refused is told why, and logged. Once `abandoned`, it gives up at once.
+/// Whoever is refused is told why, and logged. Asks `go_on` now and
+/// then whether it still makes sense to wait.
 pub(crate) fn all(
     listener: &TcpListener,
     security: &Security,
-    mut expected: BTreeSet<(usize, Purpose)>,
+    expected: BTreeSet<(usize, Purpose)>,
     deadline: Instant,
-    abandoned: &AtomicBool,
+    go_on: impl Fn() -> Result<()>,
     admit: impl Fn(&Hello, &[u8]) -> Result<(), String> + Sync,
 ) -> Result<Vec<Caller>> {
     let start = Instant::now();
     let system = |error| Error::system("the listener failed", error);
     listener.set_nonblocking(true).map_err(system)?;
+    let total = expected.len();
+    let expected = &Mutex::new(expected);
+    let missing = || expected.lock().unwrap_or_else(PoisonError::into_inner);
     let mut callers = Vec::new();
     let mut waiting: Vec<(u64, Instant, TcpStream)> = Vec::new();
     let (report, reports) = mpsc::channel();
-    let (admit, numbers) = (&admit, &mut (0u64..));
+    let (admit, mut number) = (&admit, 0u64);
     thread::scope(|scope| {
         let result = loop {
             for (number, outcome) in reports.try_iter() {
@@ -72,19 +73,17 @@ pub(crate) fn all(
                         continue;
                     }
                 };
-                let (rank, purpose) = (hello.from as usize, hello.purpose);
-                if expected.remove(&(rank, purpose)) {
-                    callers.push(Caller { rank, purpose, stream });
-                } else {
-                    tracing::warn!("refused a second connection that says it is rank {rank}");
-                }
+                callers.push(Caller { rank: hello.from as usize, purpose: hello.purpose, stream });
             }
-            if expected.is_empty() {
+            if callers.len() == total {
                 break Ok(());
             }
-            if Instant::now() > deadline || abandoned.load(Ordering::Relaxed) {
-                let missing: BTreeSet<usize> = expected.iter().map(|(rank, _)| *rank).collect();
-                break Err(late(&missing.into_iter().collect::<Vec<_>>(), deadline - start));
+            if Instant::now() > deadline {
+                let ranks: BTreeSet<usize> = missing().iter().map(|(rank, _)| *rank).collect();
+                break Err(late(&ranks.into_iter().collect::<Vec<_>>(), deadline - start));
+            }
+            if let Err(error) = go_on() {
+                break Err(error);
             }
             waiting.retain(|(_, since, stream)| {
                 let in_time = since.elapsed() < GREETING_TIME;
@@ -95,9 +94,16 @@ pub(crate) fn all(
             });
             match listener.accept() {
                 Ok((stream, address)) => {
-                    let (Some(number), Ok(handle)) = (numbers.next(), stream.try_clone()) else {
-                        continue;
+                    let handle = match stream.try_clone() {
+                        Ok(handle) => handle,
+                        Err(error) => {
+                            tracing::warn!(
+                                "no descriptor for a connection from {address}: {error}"
+                            );
+                            continue;
+                        }
                     };
+                    number += 1;
                     if waiting.len() == WAITING_ROOM {
                         let (.., oldest) = waiting.remove(0);
                         let _ = oldest.shutdown(Shutdown::Both);
@@ -105,7 +111,7 @@ pub(crate) fn all(
                     waiting.push((number, Instant::now(), handle));
                     let report = report.clone();
                     scope.spawn(move || {
-                        let outcome = greet(stream, security, admit)
+                        let outcome = greet(stream, security, admit, expected)
                             .map_err(|why| Refused { address, why: why.to_string() });
                         // The receiver lives until every thread of this scope has ended.
                         let _ = report.send((number, outcome));
@@ -114,8 +120,10 @@ pub(crate) fn all(
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     thread::sleep(Duration::from_millis(1));
                 }
-                // The caller went away before it was accepted, or descriptors ran out for a moment.
-                Err(_) => thread::sleep(Duration::from_millis(10)),
+                Err(error) => {
+                    tracing::warn!("a connection could not be accepted: {error}");
+                    thread::sleep(Duration::from_millis(100));
+                }
             }
         };
         for (.., stream) in waiting {
@@ -136,7 +144,9 @@ fn greet(
     stream: TcpStream,
     security: &Security,
     admit: impl Fn(&Hello, &[u8]) -> Result<(), String>,
+    expected: &Mutex<BTreeSet<(usize, Purpose)>>,
 ) -> io::Result<(Hello, Authenticated)> {
+    let expected = || expected.lock().unwrap_or_else(PoisonError::into_inner);
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(GREETING_TIME))?;
@@ -152,14 +162,28 @@ fn greet(
         match Hello::decode(&bytes[..filled]) {
             Ok(None) => {}
             Ok(Some((hello, length))) if length == filled => {
-                break admit(&hello, stream.certificate()).map(|()| hello);
+                let seat = (hello.from as usize, hello.purpose);
+                break admit(&hello, stream.certificate()).and_then(|()| {
+                    match expected().remove(&seat) {
+                        true => Ok(hello),
+                        false => {
+                            Err(format!("rank {} is not expected, or has come already", seat.0))
+                        }
+                    }
+                });
             }
             Ok(Some(_)) => break Err("bytes follow the greeting".to_owned()),
             Err(error) => break Err(error.to_string()),
         }
     };
-    stream.write_all(&Answer::encode(verdict.as_ref().err().map(String::as_str)))?;
-    stream.flush()?;
+    let answered = stream
+        .write_all(&Answer::encode(verdict.as_ref().err().map(String::as_str)))
+        .and_then(|()| stream.flush());
+    if let (Err(error), Ok(hello)) = (answered, &verdict) {
+        // It has not heard that it is welcome, and may call again.
+        expected().insert((hello.from as usize, hello.purpose));
+        return Err(error);
+    }
     verdict.map(|hello| (hello, stream)).map_err(io::Error::other)
 }
 

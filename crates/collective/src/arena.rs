@@ -5,7 +5,7 @@
 #![expect(unsafe_code, reason = "reads and writes memory that other processes share")]
 
 use crate::{
-    bucket::{BucketMemory, Buckets, Location},
+    bucket::{BucketMemory, Buckets, Location, Place},
     call::{Call, disagreement},
     chunk::{line_grain, part},
     error::{Error, FailureKind, Result},
@@ -14,7 +14,7 @@ use crate::{
     plan::{Algorithm, Plan},
     shm::{
         protocol::{INLINE_WORDS, Patience},
-        segment::{STAGE_BYTES, Segment, Stage},
+        segment::{STAGE_BYTES, Segment},
     },
 };
 use std::{
@@ -55,11 +55,12 @@ enum Common {
 
 impl Arena {
     pub fn new(me: usize, members: Vec<Arc<Segment>>, cores: usize) -> Self {
-        // Pausing helps nobody when the peer needs this very core.
+        // Pausing helps nobody when the peer needs this very core. With a core for each, a rank that has to wait
+        // longer sleeps instead of yielding: two that have come to share a core would go on sharing it.
         let patience = if members.len() > cores {
             Patience { spins: 0, yields: 40 }
         } else {
-            Patience { spins: 400, yields: 100 }
+            Patience { spins: 1000, yields: 0 }
         };
         let lines = vec![[0; INLINE_WORDS]; members.len()];
         Self {
@@ -85,8 +86,8 @@ impl Arena {
     }
 
     /// The next tick's own staging buffer.
-    fn next_stage(&self, stage: Stage) -> *mut u8 {
-        self.own().stage(stage, self.tick.wrapping_add(1))
+    fn next_stage(&self) -> *mut u8 {
+        self.own().stage(self.tick.wrapping_add(1))
     }
 
     /// Publishes what this rank has staged and waits for everybody's.
@@ -154,16 +155,15 @@ impl Arena {
     ///
     /// # Safety
     /// `tensor` is valid for reads and writes of the call's elements, and nobody else uses it meanwhile;
-    /// `location` is its own or plain.
+    /// `place` is its own or plain.
     pub unsafe fn all_reduce(
         &mut self,
         ticket: &mut Ticket<'_>,
         plan: &Plan,
         tensor: *mut u8,
-        location: Location,
-        buckets: &Buckets,
+        place: Place<'_>,
     ) -> Result<()> {
-        self.location = location;
+        self.location = place.location;
         let call = *ticket.call;
         let steps = Steps::whole(call.reduction, self.members.len());
         if plan.algorithm == Algorithm::Inline {
@@ -177,10 +177,10 @@ impl Arena {
         let sliced = plan.algorithm == Algorithm::TwoShot;
         if !self.location.is_registered() {
             // SAFETY: the caller's contract, and the next stage is free (TICK-2).
-            unsafe { self.stage_input(&call, &chunks[0], tensor, sliced) };
+            unsafe { self.stage_chunk(&call, &chunks[0], tensor, sliced) };
         }
         self.tick(ticket)?;
-        let staged = match self.common(buckets) {
+        let staged = match self.common(place.buckets) {
             Common::Bucket { memory, aligned: true } => {
                 let offset = self.location.offset();
                 // SAFETY: every member published that its tensor lies at this place, and waits.
@@ -225,11 +225,11 @@ impl Arena {
         Ok(())
     }
 
-    /// Copies a chunk into the next tick's input; without the own slice if every rank reduces its own.
+    /// Copies a chunk into the next tick's stage; without the own slice if every rank reduces its own.
     ///
     /// # Safety
     /// `tensor` holds the call's elements, and `chunk` is a range of them that fits a stage.
-    unsafe fn stage_input(
+    unsafe fn stage_chunk(
         &self,
         call: &Call,
         chunk: &Range<usize>,
@@ -237,7 +237,7 @@ impl Arena {
         sliced: bool,
     ) {
         let size = call.dtype.size();
-        let stage = self.next_stage(Stage::Input);
+        let stage = self.next_stage();
         let mine = if sliced { self.slice(call, chunk, self.me) } else { chunk.end..chunk.end };
         for range in [chunk.start..mine.start, mine.end..chunk.end] {
             // SAFETY: inside the chunk on both sides.
@@ -256,35 +256,36 @@ impl Arena {
         chunk.start + range.start..chunk.start + range.end
     }
 
-    /// Reduces `range` of the chunk from everybody's input of this tick, the own share from the tensor itself.
+    /// Reduces `range` of the chunk from everybody's stage and, for this rank's share, from the tensor itself. The
+    /// result goes into the tensor, and into the others' stages if this rank is the one that reduces the range.
     ///
     /// # Safety
-    /// As [`Self::all_reduce`]; the inputs of this tick hold `range`; `also` is empty or holds it too.
-    unsafe fn reduce_inputs(
+    /// As [`Self::all_reduce`]; the stages of this tick hold `range`, and if `sliced` only this rank uses it.
+    unsafe fn reduce_stages(
         &mut self,
         call: &Call,
         steps: &Steps,
         chunk: &Range<usize>,
         range: &Range<usize>,
         tensor: *mut u8,
-        also: Option<*mut u8>,
+        sliced: bool,
     ) {
         let size = call.dtype.size();
         let offset = (range.start - chunk.start) * size;
         let target = tensor.wrapping_add(range.start * size);
-        self.sources.clear();
-        for (index, member) in self.members.iter().enumerate() {
-            let staged = member.stage(Stage::Input, self.tick).wrapping_add(offset);
-            self.sources.push(if index == self.me { target } else { staged });
-        }
         self.targets.clear();
-        self.targets.push(target);
-        self.targets.extend(also.map(|stage| stage.wrapping_add(offset)));
-        // SAFETY: peers do not touch their inputs before this rank's next tick (TICK-2); the tensor is ours.
-        unsafe { kernel::reduce(call.dtype, steps, &self.sources, &self.targets, range.len()) };
+        for (index, member) in self.members.iter().enumerate() {
+            let staged = member.stage(self.tick).wrapping_add(offset);
+            self.targets.push(if index == self.me { target } else { staged });
+        }
+        self.sources.clear();
+        self.sources.extend(self.targets.iter().map(|target| target.cast_const()));
+        let targets = if sliced { &self.targets[..] } else { &[target] };
+        // SAFETY: the owners do not touch their stages before this rank's next tick (TICK-2); the tensor is ours.
+        unsafe { kernel::reduce(call.dtype, steps, &self.sources, targets, range.len()) };
     }
 
-    /// One-shot or two-shot through the stages. In the two-shot form the result of a chunk is published with
+    /// One-shot or two-shot through the stages. In the two-shot form the results of a chunk are published with
     /// the input of the next, so both take one tick per chunk.
     ///
     /// # Safety
@@ -303,46 +304,44 @@ impl Arena {
         for (index, chunk) in chunks.iter().enumerate() {
             if index > 0 || !staged {
                 // SAFETY: the caller's contract, and the next stage is free (TICK-2).
-                unsafe { self.stage_input(&call, chunk, tensor, sliced) };
+                unsafe { self.stage_chunk(&call, chunk, tensor, sliced) };
                 self.tick(ticket)?;
             }
-            // SAFETY: the caller's contract; this tick published what is read here.
+            // SAFETY: the caller's contract; this tick published what is used here.
             unsafe {
                 if let Some(before) = reduced {
-                    self.take_outputs(&call, before, tensor);
+                    self.take_results(&call, before, tensor);
                 }
                 if sliced {
                     let mine = self.slice(&call, chunk, self.me);
-                    let output = self.next_stage(Stage::Output);
-                    self.reduce_inputs(&call, steps, chunk, &mine, tensor, Some(output));
+                    self.reduce_stages(&call, steps, chunk, &mine, tensor, true);
                     reduced = Some(chunk);
                 } else {
-                    self.reduce_inputs(&call, steps, chunk, chunk, tensor, None);
+                    self.reduce_stages(&call, steps, chunk, chunk, tensor, false);
                 }
             }
         }
         if let Some(last) = reduced {
             self.tick(ticket)?;
             // SAFETY: as above.
-            unsafe { self.take_outputs(&call, last, tensor) };
+            unsafe { self.take_results(&call, last, tensor) };
         }
         Ok(())
     }
 
-    /// Copies the slices that the others have reduced.
+    /// Copies what the others have reduced, out of this rank's own stage of the tick before.
     ///
     /// # Safety
-    /// As [`Self::all_reduce`]; the outputs of this tick are those of `chunk`.
-    unsafe fn take_outputs(&self, call: &Call, chunk: &Range<usize>, tensor: *mut u8) {
+    /// As [`Self::all_reduce`]; the tick before was that of `chunk`.
+    unsafe fn take_results(&self, call: &Call, chunk: &Range<usize>, tensor: *mut u8) {
         let size = call.dtype.size();
-        for peer in self.others() {
-            let range = self.slice(call, chunk, peer);
-            let offset = (range.start - chunk.start) * size;
-            // SAFETY: inside the chunk on both sides; the peer keeps its output until this rank's next tick.
+        let stage = self.own().stage(self.tick.wrapping_sub(1));
+        let mine = self.slice(call, chunk, self.me);
+        for range in [chunk.start..mine.start, mine.end..chunk.end] {
+            // SAFETY: inside the chunk on both sides; the others have left this stage with their last tick (TICK-2).
             unsafe {
-                let from = self.members[peer].stage(Stage::Output, self.tick).add(offset);
-                let to = tensor.add(range.start * size);
-                std::ptr::copy_nonoverlapping(from, to, range.len() * size);
+                let from = stage.add((range.start - chunk.start) * size);
+                kernel::take_over(from, tensor.add(range.start * size), range.len() * size);
             }
         }
     }
@@ -373,7 +372,7 @@ impl Arena {
     ///
     /// # Safety
     /// `input` is valid for as many bytes as this rank's range, `output` for all ranges, and they are the same
-    /// memory or do not overlap; `location` is that of `input` (of `output` on a rank whose own range is empty)
+    /// memory or do not overlap; `place` is that of `input` (of `output` on a rank whose own range is empty)
     /// or plain.
     pub unsafe fn gather(
         &mut self,
@@ -382,10 +381,9 @@ impl Arena {
         input: *const u8,
         output: *mut u8,
         ranges: &[Range<usize>],
-        location: Location,
-        buckets: &Buckets,
+        place: Place<'_>,
     ) -> Result<()> {
-        self.location = location;
+        self.location = place.location;
         let chunk = plan.chunk.min(STAGE_BYTES);
         let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
         let own = ranges[self.me].clone();
@@ -396,11 +394,11 @@ impl Arena {
                 // SAFETY: inside this rank's range; the next stage is free (TICK-2).
                 unsafe {
                     let from = input.add(done);
-                    std::ptr::copy_nonoverlapping(from, self.next_stage(Stage::Input), len);
+                    kernel::hand_over(from, self.next_stage(), len);
                 }
             }
             self.tick(ticket)?;
-            match self.common(buckets) {
+            match self.common(place.buckets) {
                 Common::Plain => {}
                 Common::Mixed => {
                     self.location = Location::PLAIN;
@@ -424,7 +422,7 @@ impl Arena {
                 if left > 0 {
                     // SAFETY: the peer staged that many bytes of its range for this tick.
                     unsafe {
-                        let from = self.members[peer].stage(Stage::Input, self.tick);
+                        let from = self.members[peer].stage(self.tick);
                         let to = output.add(ranges[peer].start + done);
                         std::ptr::copy_nonoverlapping(from, to, left);
                     }

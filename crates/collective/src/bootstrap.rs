@@ -9,7 +9,6 @@ use crate::{
     frame::{Hello, Purpose},
     link::pipe::PipeLink,
     mesh::{Peer, algorithms::peers_of},
-    process::Process,
     rendezvous::Rendezvous,
     security::Security,
     shm::{
@@ -20,7 +19,7 @@ use crate::{
 };
 use rustix::{
     fd::{AsFd, OwnedFd},
-    process::getpid,
+    thread::CpuSet,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,35 +39,37 @@ const HANDOVER: Duration = Duration::from_secs(5);
 
 /// What every rank tells the others about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Member {
-    host: String,
+pub(crate) struct Member {
+    pub host: String,
     /// Boot id and network namespace: equal for ranks that can reach each other's Unix sockets.
-    place: String,
+    pub place: String,
     /// The Unix socket at which its memory is handed over.
-    socket: String,
+    pub socket: String,
     /// What a caller has to know to be let in.
-    token: [u8; 16],
-    certificate: Vec<u8>,
-    cores: u32,
+    pub token: [u8; 16],
+    pub certificate: Vec<u8>,
+    /// The cores it may run on, a bit each.
+    pub cores: Vec<u8>,
+    /// How many of them it may keep busy at once.
+    pub quota: u32,
 }
 
 impl Member {
-    fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         bytes.extend(self.token);
-        bytes.extend(self.cores.to_le_bytes());
-        for field in
-            [self.host.as_bytes(), self.place.as_bytes(), self.socket.as_bytes(), &self.certificate]
-        {
+        bytes.extend(self.quota.to_le_bytes());
+        let texts = [&self.host, &self.place, &self.socket].map(String::as_bytes);
+        for field in texts.into_iter().chain([&self.certificate[..], &self.cores]) {
             bytes.extend((field.len() as u16).to_le_bytes());
             bytes.extend(field);
         }
         bytes
     }
 
-    fn decode(bytes: &[u8]) -> Option<Self> {
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (token, rest) = bytes.split_first_chunk::<16>()?;
-        let (cores, mut rest) = rest.split_first_chunk::<4>()?;
+        let (quota, mut rest) = rest.split_first_chunk::<4>()?;
         let mut field = || {
             let (length, after) = rest.split_first_chunk::<2>()?;
             let (field, after) =
@@ -78,22 +79,16 @@ impl Member {
         };
         let mut text = || String::from_utf8(field()?).ok();
         let (host, place, socket) = (text()?, text()?, text()?);
-        let certificate = field()?;
-        Some(Self {
-            host,
-            place,
-            socket,
-            token: *token,
-            certificate,
-            cores: u32::from_le_bytes(*cores),
-        })
+        let (certificate, cores) = (field()?, field()?);
+        let quota = u32::from_le_bytes(*quota);
+        Some(Self { host, place, socket, token: *token, certificate, cores, quota })
     }
 }
 
 /// Everything a group is made of.
 pub(crate) struct Connected {
     pub hosts: Vec<String>,
-    /// The fewest cores that any rank may use.
+    /// The cores that the ranks of a host may use together; of the host with the fewest.
     pub cores: usize,
     pub neighbours: Vec<Option<Arc<Segment>>>,
     /// To every neighbour, for descriptors of later buckets.
@@ -121,7 +116,12 @@ struct Neighbour {
     channel: Channel,
 }
 
+/// Meets the others and connects. A rank that fails tells the others why, so that nobody waits for it.
 pub(crate) fn connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Connected> {
+    try_connect(rendezvous, wishes).inspect_err(|error| rendezvous.abandon(&error.to_string()))
+}
+
+fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Connected> {
     let (me, size) = (rendezvous.rank(), rendezvous.size());
     if me >= size {
         return Err(Error::Invalid(format!("there is no rank {me} among {size}")));
@@ -163,7 +163,7 @@ pub(crate) fn connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Resul
     let shared = (0..size).all(|b| (0..b).all(|a| shares(a, b)));
     let mut connected = Connected {
         hosts: members.iter().map(|member| member.host.clone()).collect(),
-        cores: members.iter().map(|member| member.cores as usize).min().unwrap_or(1),
+        cores: cores(&members),
         neighbours: (0..size).map(|_| None).collect(),
         channels: (0..size).map(|_| None).collect(),
         shared,
@@ -173,8 +173,7 @@ pub(crate) fn connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Resul
     };
     connected.neighbours[me] = Some(Arc::new(segment));
     for Neighbour { rank, segment, channel } in neighbours {
-        let process =
-            channel.pid.filter(|pid| *pid != getpid()).and_then(|pid| Process::watch(pid).ok());
+        let process = channel.process();
         let (beat, heard) = (segment.heartbeat(), Instant::now());
         connected.near.push(Near { rank, process, beat, heard });
         connected.neighbours[rank] = Some(segment);
@@ -187,7 +186,10 @@ pub(crate) fn connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Resul
         open_pipes(&mut connected, me, &near)?;
         let (address, listener) = listen(rendezvous, wishes)?;
         let addresses = addresses(&gather(address.to_string().as_bytes())?)?;
-        open_connections(&mut connected, &party, wishes, &far, &addresses, &listener, deadline)?;
+        let meeting = Meeting { rendezvous, wishes, addresses, listener, deadline };
+        open_connections(&mut connected, &party, &meeting, &far)?;
+        // Whoever could not connect has said so by now, and why.
+        gather(&[])?;
     }
     Ok(connected)
 }
@@ -207,10 +209,31 @@ fn introduce(wishes: &Wishes<'_>) -> Result<(Member, UnixListener)> {
         .clone()
         .unwrap_or_else(|| rustix::system::uname().nodename().to_string_lossy().into_owned());
     let place = if wishes.share_memory { place(&socket) } else { socket.clone() };
-    let cores = thread::available_parallelism().map_or(1, usize::from) as u32;
+    let set = rustix::thread::sched_getaffinity(None).unwrap_or_default();
+    let mut cores = vec![0; CpuSet::MAX_CPU / 8];
+    for core in (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)) {
+        cores[core / 8] |= 1 << (core % 8);
+    }
+    let quota = thread::available_parallelism().map_or(1, usize::from) as u32;
     let certificate = wishes.security.certificate().to_vec();
     let token = token.try_into().unwrap_or_default();
-    Ok((Member { host, place, socket, token, certificate, cores }, listener))
+    Ok((Member { host, place, socket, token, certificate, cores, quota }, listener))
+}
+
+/// How many cores the ranks of a host have together, where that is least. Ranks that are bound to a core each have
+/// as many as there are ranks; a quota below what a rank is bound to holds for all of them.
+fn cores(members: &[Member]) -> usize {
+    let count = |cores: &[u8]| cores.iter().map(|byte| byte.count_ones() as usize).sum::<usize>();
+    let of_host = |place: &str| {
+        let here = || members.iter().filter(|member| member.place == place);
+        let mut union = vec![0; CpuSet::MAX_CPU / 8];
+        for member in here() {
+            union.iter_mut().zip(&member.cores).for_each(|(all, own)| *all |= own);
+        }
+        let limited = here().filter(|member| (member.quota as usize) < count(&member.cores));
+        limited.map(|member| member.quota as usize).chain([count(&union)]).min().unwrap_or(1)
+    };
+    members.iter().map(|member| of_host(&member.place)).min().unwrap_or(1).max(1)
 }
 
 /// Boot id and network namespace; something nobody else has where they cannot be read.
@@ -378,16 +401,23 @@ fn addresses(messages: &[Vec<u8>]) -> Result<Vec<SocketAddr>> {
         .collect()
 }
 
+/// Where and until when far peers meet.
+struct Meeting<'a> {
+    rendezvous: &'a dyn Rendezvous,
+    wishes: &'a Wishes<'a>,
+    addresses: Vec<SocketAddr>,
+    listener: TcpListener,
+    deadline: Instant,
+}
+
 /// A data and a control connection to each far peer; higher ranks call lower ones.
 fn open_connections(
     connected: &mut Connected,
     party: &Party<'_>,
-    wishes: &Wishes<'_>,
+    meeting: &Meeting<'_>,
     far: &[usize],
-    addresses: &[SocketAddr],
-    listener: &TcpListener,
-    deadline: Instant,
 ) -> Result<()> {
+    let Meeting { wishes, addresses, deadline, .. } = meeting;
     const PURPOSES: [Purpose; 2] = [Purpose::Data, Purpose::Control];
     if !far.is_empty() && matches!(wishes.security, Security::Plain) {
         tracing::warn!("rank {} talks to other hosts in clear text, as configured", party.me);
@@ -412,14 +442,14 @@ fn open_connections(
         {
             wishes.security.admits(addresses[rank].ip())?;
             let hello = party.hello(rank, purpose);
-            let stream = accept::call(addresses[rank], wishes.security, &hello, deadline, false)
+            let stream = accept::call(addresses[rank], wishes.security, &hello, *deadline, false)
                 .map_err(|error| {
-                    let host = &party.members[rank].host;
-                    Error::system(
-                        format!("rank {} cannot reach rank {rank} on {host}", party.me),
-                        error,
-                    )
-                })?;
+                let host = &party.members[rank].host;
+                Error::system(
+                    format!("rank {} cannot reach rank {rank} on {host}", party.me),
+                    error,
+                )
+            })?;
             if stream.certificate() != party.members[rank].certificate {
                 return Err(Error::Bootstrap(format!(
                     "who answers at {} does not have the certificate of rank {rank}",
@@ -431,16 +461,21 @@ fn open_connections(
         Ok(callers)
     };
     let (called, accepted) = thread::scope(|scope| {
-        let accepting = scope.spawn(|| {
-            accept::all(listener, wishes.security, expected, deadline, &abandoned, admit)
+        let calling = scope.spawn(|| {
+            let called = call_all();
+            abandoned.store(called.is_err(), Ordering::Relaxed);
+            called
         });
-        let called = call_all();
-        abandoned.store(called.is_err(), Ordering::Relaxed);
+        let go_on = || match abandoned.load(Ordering::Relaxed) {
+            true => Err(Error::Bootstrap("another rank could not be called".into())),
+            false => meeting.rendezvous.check(),
+        };
         let accepted =
-            accepting.join().map_err(|_| Error::Bootstrap("the listener panicked".into()));
+            accept::all(&meeting.listener, wishes.security, expected, *deadline, go_on, admit);
+        let called = calling.join().map_err(|_| Error::Bootstrap("a call panicked".into()));
         (called, accepted)
     });
-    let callers = called?.into_iter().chain(accepted??);
+    let callers = called??.into_iter().chain(accepted?);
     let mut links = BTreeMap::new();
     for Caller { rank, purpose, stream } in callers {
         let failed = |error| Error::system(format!("the connection to rank {rank}"), error);
@@ -467,9 +502,16 @@ mod tests {
             socket: "deuteron-00".into(),
             token: [7; 16],
             certificate: vec![1, 2, 3],
-            cores: 16,
+            cores: vec![0b11],
+            quota: 16,
         };
         assert_eq!(Member::decode(&member.encode()), Some(member.clone()));
         assert_eq!(Member::decode(&member.encode()[..30]), None);
+        let other = Member { cores: vec![0b110], ..member.clone() };
+        assert_eq!(cores(&[member.clone(), other.clone()]), 3);
+        let throttled = Member { quota: 1, ..member.clone() };
+        assert_eq!(cores(&[throttled, other.clone()]), 1);
+        let elsewhere = Member { place: "boot/1".into(), cores: vec![1], ..member.clone() };
+        assert_eq!(cores(&[member, other, elsewhere]), 1);
     }
 }

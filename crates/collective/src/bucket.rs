@@ -110,6 +110,13 @@ impl Buckets {
     }
 }
 
+/// Where the tensor of a call lies, and the buckets it may lie in.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub location: Location,
+    pub buckets: &'a Buckets,
+}
+
 /// Elements in memory of the group, the same number on every rank. Use it as a slice.
 ///
 /// Its memory stays valid after the group has ended, for as long as the bucket lives.

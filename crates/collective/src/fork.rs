@@ -39,16 +39,21 @@ extern "C" fn in_child() {
     }
 }
 
+/// Makes forks count from now on.
+pub(crate) fn watch() {
+    // SAFETY: the handler only calls functions that are allowed in a forked child.
+    HANDLER.call_once(|| unsafe {
+        libc::pthread_atfork(None, None, Some(in_child));
+    });
+}
+
 /// A registered socket; taken off the list when dropped, which must happen before the socket closes.
 #[derive(Debug)]
 pub(crate) struct Registered(Option<&'static AtomicI32>);
 
 impl Registered {
     pub fn new(socket: &impl AsRawFd) -> Self {
-        // SAFETY: the handler only calls functions that are allowed in a forked child.
-        HANDLER.call_once(|| unsafe {
-            libc::pthread_atfork(None, None, Some(in_child));
-        });
+        watch();
         let fd: RawFd = socket.as_raw_fd();
         Self(SOCKETS.iter().find(|slot| {
             slot.compare_exchange(-1, fd, Ordering::Relaxed, Ordering::Relaxed).is_ok()

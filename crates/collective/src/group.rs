@@ -5,7 +5,7 @@ use crate::{
     DType, Element, Reduction,
     arena::Arena,
     bootstrap::{self, Connected, Wishes},
-    bucket::{Bucket, BucketMemory, Buckets, Location},
+    bucket::{Bucket, BucketMemory, Buckets, Location, Place},
     call::{Call, Kind},
     error::{Error, Failure, FailureKind, Result},
     fork,
@@ -198,6 +198,7 @@ impl Group {
             share_memory: options.share_memory,
             limit: options.start_limit,
         };
+        fork::watch();
         let (rank, size) = (rendezvous.rank(), rendezvous.size());
         let Connected { hosts, cores, neighbours, channels, shared, peers, near, remote } =
             bootstrap::connect(rendezvous, &wishes)?;
@@ -306,11 +307,9 @@ impl Group {
             }
             Way::Shared(arena) => {
                 let plan = self.explain(call.kind, call.bytes(), false);
-                let location = self.locate(&call, bytes.as_ptr(), buckets);
+                let place = self.place(&call, bytes.as_ptr(), buckets);
                 // SAFETY: the slice is borrowed mutably for the whole call.
-                unsafe {
-                    arena.all_reduce(&mut ticket, &plan, bytes.as_mut_ptr(), location, buckets)
-                }
+                unsafe { arena.all_reduce(&mut ticket, &plan, bytes.as_mut_ptr(), place) }
             }
             Way::Linked(mesh) => {
                 let plan = self.explain(call.kind, call.bytes(), false);
@@ -379,15 +378,13 @@ impl Group {
         match way {
             Way::Alone => {}
             Way::Shared(arena) => {
-                let location = self.locate(&call, bytes.as_ptr(), buckets);
+                let place = self.place(&call, bytes.as_ptr(), buckets);
                 let ranges: Vec<Range<usize>> = (0..self.size())
                     .map(|rank| if rank == root { 0..bytes.len() } else { 0..0 })
                     .collect();
                 let tensor = bytes.as_mut_ptr();
                 // SAFETY: the slice is borrowed mutably for the whole call, and input and output are the same.
-                unsafe {
-                    arena.gather(&mut ticket, &plan, tensor, tensor, &ranges, location, buckets)?
-                };
+                unsafe { arena.gather(&mut ticket, &plan, tensor, tensor, &ranges, place)? };
             }
             Way::Linked(mesh) => mesh.broadcast(&mut ticket, &plan, bytes)?,
         }
@@ -442,6 +439,12 @@ impl Group {
                             .map_err(|error| system(context(), error))
                     })?,
                     Err(Interrupted::Stopped(error)) => return Err(error),
+                    Err(Interrupted::Broken(error))
+                        if error.kind() == io::ErrorKind::QuotaExceeded =>
+                    {
+                        self.abort(&format!("{call} failed: {error}"));
+                        return Err(Error::system(call.to_string(), error));
+                    }
                     Err(Interrupted::Broken(error)) => {
                         return Err(ticket.broken(rank, &error));
                     }
@@ -475,10 +478,10 @@ impl Group {
         match way {
             Way::Alone => output.copy_from_slice(input),
             Way::Shared(arena) => {
-                let location = self.locate(call, input.as_ptr(), buckets);
+                let place = self.place(call, input.as_ptr(), buckets);
                 let (from, to) = (input.as_ptr(), output.as_mut_ptr());
                 // SAFETY: both slices are borrowed for the whole call; their lengths are those of the ranges.
-                unsafe { arena.gather(&mut ticket, &plan, from, to, ranges, location, buckets)? };
+                unsafe { arena.gather(&mut ticket, &plan, from, to, ranges, place)? };
             }
             Way::Linked(mesh) => {
                 output[ranges[self.rank()].clone()].copy_from_slice(input);
@@ -490,13 +493,13 @@ impl Group {
     }
 
     /// Where a tensor lies, if its memory is registered and the call is large enough to use that.
-    fn locate(&self, call: &Call, tensor: *const u8, buckets: &Buckets) -> Location {
+    fn place<'a>(&self, call: &Call, tensor: *const u8, buckets: &'a Buckets) -> Place<'a> {
         let plan = self.explain(call.kind, call.bytes(), true);
-        if plan.algorithm == Algorithm::InPlace {
-            buckets.locate(tensor, call.bytes())
-        } else {
-            Location::PLAIN
-        }
+        let location = match plan.algorithm {
+            Algorithm::InPlace => buckets.locate(tensor, call.bytes()),
+            _ => Location::PLAIN,
+        };
+        Place { location, buckets }
     }
 
     fn ticket<'a>(&'a self, call: &'a Call) -> Ticket<'a> {

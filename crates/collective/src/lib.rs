@@ -25,6 +25,8 @@ mod error;
 mod fork;
 #[doc(hidden)]
 pub mod frame;
+#[cfg(test)]
+mod fuzz;
 mod group;
 mod health;
 mod kernel;

@@ -45,17 +45,14 @@ pub struct Topology {
 pub struct Thresholds {
     /// Most bytes in the line itself; there is room for 40.
     pub inline: usize,
-    /// Everybody reduces everything up to this with five ranks and more.
-    pub one_shot_many: usize,
-    /// The same with three or four ranks.
-    pub one_shot_few: usize,
-    /// The same when ranks share cores.
+    /// Everybody reduces everything up to this; above, every rank reduces its slice, in place if the memory is
+    /// registered.
+    pub one_shot: usize,
+    /// The same when ranks share cores, where each exchange costs a switch of processes.
     pub one_shot_crowded: usize,
-    /// Registered memory is used where it lies from here on.
-    pub in_place: usize,
     /// Chunk of the copying algorithms when every rank has a core.
     pub chunk: usize,
-    /// Chunk when ranks share cores, where each exchange costs a switch of processes.
+    /// The same when ranks share cores.
     pub chunk_crowded: usize,
     /// Whole vectors between hosts up to this.
     pub doubling: usize,
@@ -69,11 +66,9 @@ impl Default for Thresholds {
     fn default() -> Self {
         Self {
             inline: 8 * INLINE_WORDS,
-            one_shot_many: 4 << 10,
-            one_shot_few: 16 << 10,
-            one_shot_crowded: 64 << 10,
-            in_place: 16 << 10,
-            chunk: 128 << 10,
+            one_shot: 2 << 10,
+            one_shot_crowded: 8 << 10,
+            chunk: 256 << 10,
             chunk_crowded: 512 << 10,
             doubling: 10 << 10,
             halving: 512 << 10,
@@ -110,27 +105,24 @@ pub fn choose(
 ) -> Plan {
     let Topology { ranks, shared, cores } = *topology;
     let crowded = ranks > cores;
-    let chunk = if crowded { thresholds.chunk_crowded } else { thresholds.chunk }.max(MIN_CHUNK);
-    let reduces = kind == Kind::AllReduce;
-    let inline = thresholds.inline.min(8 * INLINE_WORDS);
-    let one_shot = match ranks {
-        _ if crowded => thresholds.one_shot_crowded,
-        ..=4 => thresholds.one_shot_few,
-        _ => thresholds.one_shot_many,
+    let (one_shot, chunk) = if crowded {
+        (thresholds.one_shot_crowded, thresholds.chunk_crowded)
+    } else {
+        (thresholds.one_shot, thresholds.chunk)
     };
+    let chunk = chunk.max(MIN_CHUNK);
+    let inline = thresholds.inline.min(8 * INLINE_WORDS);
     let (algorithm, reason) = match (shared, kind) {
         _ if ranks == 1 => (Algorithm::Alone, "there is one rank"),
         (true, _) if bytes <= inline => {
             (Algorithm::Inline, "it fits in the line that carries the sequence number")
         }
-        (true, _) if registered && bytes >= thresholds.in_place => {
+        (true, _) if registered && bytes > one_shot => {
             (Algorithm::InPlace, "the memory is registered: nothing has to be copied in or out")
         }
-        (true, _) if !reduces => (Algorithm::OneShot, "shared memory: one copy in, one copy out"),
-        (true, _) if ranks == 2 => (
-            Algorithm::OneShot,
-            "two ranks read as much of each other whether they divide the work or not",
-        ),
+        (true, _) if kind != Kind::AllReduce => {
+            (Algorithm::OneShot, "shared memory: one copy in, one copy out")
+        }
         (true, _) if bytes <= one_shot => {
             (Algorithm::OneShot, "small: reading everything costs less than a second exchange")
         }
@@ -170,14 +162,12 @@ mod tests {
             (Kind::AllReduce, 1 << 30, false, host(1), Alone),
             (Kind::AllReduce, 40, true, host(2), Inline),
             (Kind::AllReduce, 41, true, host(2), OneShot),
-            (Kind::AllReduce, 16 << 10, true, host(2), InPlace),
-            (Kind::AllReduce, 1 << 30, false, host(2), OneShot),
-            (Kind::AllReduce, 16 << 10, false, host(4), OneShot),
-            (Kind::AllReduce, (16 << 10) + 1, false, host(4), TwoShot),
-            (Kind::AllReduce, 4 << 10, false, host(8), OneShot),
-            (Kind::AllReduce, (4 << 10) + 1, false, host(8), TwoShot),
-            (Kind::AllReduce, 64 << 10, false, host(9), OneShot),
-            (Kind::AllReduce, (64 << 10) + 1, false, host(9), TwoShot),
+            (Kind::AllReduce, 2 << 10, true, host(2), OneShot),
+            (Kind::AllReduce, (2 << 10) + 1, true, host(2), InPlace),
+            (Kind::AllReduce, (2 << 10) + 1, false, host(2), TwoShot),
+            (Kind::AllReduce, 8 << 10, true, host(9), OneShot),
+            (Kind::AllReduce, (8 << 10) + 1, true, host(9), InPlace),
+            (Kind::AllReduce, (8 << 10) + 1, false, host(9), TwoShot),
             (Kind::AllGather, 1 << 20, false, host(8), OneShot),
             (Kind::AllGather, 1 << 20, true, host(8), InPlace),
             (Kind::Broadcast, 1 << 20, true, host(8), InPlace),

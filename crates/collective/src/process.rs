@@ -2,16 +2,49 @@
 #![expect(unsafe_code, reason = "the ioctl that tells an exit status has no safe wrapper")]
 
 use rustix::{
-    fd::{AsFd, BorrowedFd, OwnedFd},
+    fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     ioctl::{self, Opcode, Updater},
     process::{Pid, PidfdFlags, pidfd_open},
 };
-use std::{fs, io};
+use std::{fmt, fs, io, mem::MaybeUninit, os::unix::net::UnixStream};
+
+/// Who is at the other end of a Unix socket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Peer {
+    pub user: u32,
+    /// `None` if it lives in a pid namespace that this process cannot see.
+    pub pid: Option<Pid>,
+}
+
+impl Peer {
+    pub fn of(socket: &UnixStream) -> io::Result<Self> {
+        let libc::ucred { uid, pid, .. } = option(socket, libc::SO_PEERCRED)?;
+        Ok(Self { user: uid, pid: Pid::from_raw(pid) })
+    }
+}
+
+/// Reads a socket option that is plain old data.
+fn option<T: Copy>(socket: &UnixStream, name: libc::c_int) -> io::Result<T> {
+    let mut value = MaybeUninit::<T>::zeroed();
+    let mut length = size_of::<T>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes, and the caller asks for an option of this type, for which
+    // zeros are valid too.
+    unsafe {
+        let result = libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            name,
+            value.as_mut_ptr().cast(),
+            &raw mut length,
+        );
+        if result == 0 { Ok(value.assume_init()) } else { Err(io::Error::last_os_error()) }
+    }
+}
 
 /// A process that is watched.
 #[derive(Debug)]
 pub(crate) struct Process {
-    pid: Pid,
+    pid: Option<Pid>,
     fd: OwnedFd,
 }
 
@@ -29,36 +62,54 @@ const PIDFD_GET_INFO: Opcode = ioctl::opcode::read_write::<PidfdInfo>(0xff, 11);
 const PIDFD_INFO_EXIT: u64 = 1 << 3;
 
 impl Process {
-    pub fn watch(pid: Pid) -> io::Result<Self> {
-        Ok(Self { pid, fd: pidfd_open(pid, PidfdFlags::empty())? })
+    /// The process at the other end of a socket. The kernel hands out its descriptor since Linux 6.5; before,
+    /// its number has to do.
+    pub fn behind(socket: &UnixStream) -> io::Result<Self> {
+        let pid = Peer::of(socket)?.pid;
+        let fd = match (option::<RawFd>(socket, libc::SO_PEERPIDFD), pid) {
+            // SAFETY: the kernel has just made this descriptor for us.
+            (Ok(fd), _) => unsafe { OwnedFd::from_raw_fd(fd) },
+            (Err(_), Some(pid)) => pidfd_open(pid, PidfdFlags::empty())?,
+            (Err(error), None) => return Err(error),
+        };
+        Ok(Self { pid, fd })
     }
 
     /// How it ended, in words. Call once the descriptor is readable.
     pub fn ending(&self) -> String {
         match self.wait_status() {
             Some(status) if status & 0x7f == 0 => {
-                format!("its process {} exited with status {}", self.pid, (status >> 8) & 0xff)
+                format!("its process{self} exited with status {}", (status >> 8) & 0xff)
             }
-            Some(status) => {
-                format!("its process {} was killed by signal {}", self.pid, status & 0x7f)
-            }
-            None => format!("its process {} is gone", self.pid),
+            Some(status) => format!("its process{self} was killed by signal {}", status & 0x7f),
+            None => format!("its process{self} is gone"),
         }
     }
 
-    /// The kernel tells a stranger the status after the parent has reaped the process (Linux 6.15), and
-    /// procfs before.
+    /// Procfs tells the status until the parent has reaped the process, the kernel afterwards (Linux 6.15).
     fn wait_status(&self) -> Option<i32> {
+        self.status_of_zombie().or_else(|| self.status_of_reaped())
+    }
+
+    fn status_of_reaped(&self) -> Option<i32> {
         let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
         // SAFETY: the opcode carries the size of the struct, and the kernel writes no more than that.
         let asked = unsafe { ioctl::ioctl(&self.fd, Updater::<PIDFD_GET_INFO, _>::new(&mut info)) };
-        if asked.is_ok() && info.mask & PIDFD_INFO_EXIT != 0 {
-            return Some(info.exit_code);
-        }
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid)).ok()?;
+        (asked.is_ok() && info.mask & PIDFD_INFO_EXIT != 0).then_some(info.exit_code)
+    }
+
+    fn status_of_zombie(&self) -> Option<i32> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid?)).ok()?;
         let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
         let dead = matches!(*fields.first()?, "Z" | "X");
         fields.last()?.parse().ok().filter(|_| dead)
+    }
+}
+
+/// Its number, where it has one here.
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.pid.map_or(Ok(()), |pid| write!(f, " {pid}"))
     }
 }
 
@@ -76,12 +127,29 @@ mod tests {
 
     fn ending_of(script: &str) -> String {
         let mut child = Command::new("sh").args(["-c", script]).spawn().unwrap();
-        let process = Process::watch(Pid::from_child(&child)).unwrap();
+        let pid = Pid::from_child(&child);
+        let process = Process { pid: Some(pid), fd: pidfd_open(pid, PidfdFlags::empty()).unwrap() };
         poll(&mut [PollFd::new(&process, PollFlags::IN)], None).unwrap();
         let before = process.ending();
         child.wait().unwrap();
-        assert!(before.contains("status") || before.contains("signal"), "{before}");
+        if let Some(after) = process.status_of_reaped() {
+            assert_eq!(Some(after), child_status(&before));
+        }
         before
+    }
+
+    fn child_status(ending: &str) -> Option<i32> {
+        let (words, number) = ending.rsplit_once(' ')?;
+        let number: i32 = number.parse().ok()?;
+        Some(if words.ends_with("status") { number << 8 } else { number })
+    }
+
+    #[test]
+    fn the_other_end_of_a_socket_is_known() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let me = rustix::process::getpid();
+        assert_eq!(Peer::of(&one).unwrap().pid, Some(me));
+        assert_eq!(Process::behind(&one).unwrap().pid, Some(me));
     }
 
     #[test]

@@ -6,14 +6,21 @@ use crate::{
     frame::{Hello, Purpose},
     security::{Authenticated, Security},
 };
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    time::Timespec,
+};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr, TcpListener},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic::AtomicBool},
+    ops::Range,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
+/// How long a message that has begun may take to arrive.
+const MESSAGE_TIME: Duration = Duration::from_secs(5);
 /// Longest message of one rank.
 pub const MAX_MESSAGE: usize = 64 << 10;
 
@@ -31,6 +38,15 @@ pub trait Rendezvous {
     /// Gives `message` to all ranks and returns everybody's in rank order. Every rank calls it the same number
     /// of times. Fails when not all have come within `limit`.
     fn all_gather(&self, message: &[u8], limit: Duration) -> Result<Vec<Vec<u8>>>;
+
+    /// Whether all ranks are still there, as far as is known without asking them. Called now and then by a rank
+    /// that waits for others outside [`Rendezvous::all_gather`].
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Tells the other ranks that this one gives up, and why: what they wait for here will not come.
+    fn abandon(&self, _reason: &str) {}
 
     /// The address at which other hosts reach this one, if the rendezvous knows it.
     fn address(&self) -> Option<IpAddr> {
@@ -51,6 +67,8 @@ struct Round {
     complete: Arc<Vec<Vec<u8>>>,
     number: u64,
     gone: Vec<usize>,
+    /// What the first rank that gave up has said.
+    abandoned: Option<String>,
 }
 
 impl LocalRendezvous {
@@ -69,6 +87,7 @@ impl LocalRendezvous {
             complete: Arc::default(),
             number: 0,
             gone: Vec::new(),
+            abandoned: None,
         };
         let shared = Arc::new((Mutex::new(round), Condvar::new()));
         (0..size).map(|rank| Self { rank, shared: Arc::clone(&shared) }).collect()
@@ -103,6 +122,9 @@ impl Rendezvous for LocalRendezvous {
             self.shared.1.notify_all();
         }
         while round.number < number {
+            if let Some(reason) = &round.abandoned {
+                return Err(Error::Bootstrap(reason.clone()));
+            }
             let missing: Vec<usize> =
                 (0..round.messages.len()).filter(|rank| round.messages[*rank].is_none()).collect();
             if let Some(rank) = missing.iter().find(|rank| round.gone.contains(rank)) {
@@ -116,6 +138,16 @@ impl Rendezvous for LocalRendezvous {
             round = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(round.complete.to_vec())
+    }
+
+    fn check(&self) -> Result<()> {
+        self.round().abandoned.clone().map_or(Ok(()), |reason| Err(Error::Bootstrap(reason)))
+    }
+
+    fn abandon(&self, reason: &str) {
+        let text = format!("rank {} gave up: {reason}", self.rank);
+        self.round().abandoned.get_or_insert(text);
+        self.shared.1.notify_all();
     }
 }
 
@@ -143,8 +175,19 @@ pub struct TcpRendezvous {
     generation: u64,
     address: IpAddr,
     /// Rank 0 holds everybody by rank; the others hold rank 0.
-    streams: Mutex<BTreeMap<usize, Authenticated>>,
+    lines: Mutex<BTreeMap<usize, Line>>,
 }
+
+/// A connection and what has arrived on it before it was asked for.
+struct Line {
+    stream: Authenticated,
+    inbox: VecDeque<Vec<u8>>,
+}
+
+/// Set in a length: not a message follows, but why the sender gives up.
+const GAVE_UP: u32 = 1 << 31;
+/// Longest reason.
+const MAX_REASON: usize = 512;
 
 impl TcpRendezvous {
     /// Meets at `address`, where rank 0 listens. Returns when this rank is connected (rank 0: when all are).
@@ -158,89 +201,135 @@ impl TcpRendezvous {
     ) -> Result<Self> {
         security.admits(address.ip())?;
         let deadline = Instant::now() + limit;
-        let greet = |to: usize| Hello {
-            generation,
-            from: rank as u32,
-            to: to as u32,
-            purpose: Purpose::Rendezvous,
-            token: [0; 16],
-        };
         let mut own = address.ip();
         let streams = if rank == 0 {
             let listener = TcpListener::bind(address).map_err(|error| {
                 Error::system(format!("rank 0 cannot listen on {address}"), error)
             })?;
             let expected = (1..size).map(|rank| (rank, Purpose::Rendezvous)).collect();
-            let callers = accept::all(
-                &listener,
-                security,
-                expected,
-                deadline,
-                &AtomicBool::new(false),
-                |hello, _| accept::for_me(hello, 0, generation),
-            )?;
+            let admit = |hello: &Hello, _: &[u8]| accept::for_me(hello, 0, generation);
+            let callers = accept::all(&listener, security, expected, deadline, || Ok(()), admit)?;
             callers.into_iter().map(|Caller { rank, stream, .. }| (rank, stream)).collect()
         } else {
+            let (purpose, token) = (Purpose::Rendezvous, [0; 16]);
+            let hello = Hello { generation, from: rank as u32, to: 0, purpose, token };
             let stream =
-                accept::call(address, security, &greet(0), deadline, true).map_err(|error| {
+                accept::call(address, security, &hello, deadline, true).map_err(|error| {
                     Error::system(format!("rank {rank} cannot reach {address}"), error)
                 })?;
             own = stream.socket().local_addr().map_or(own, |local| local.ip());
-            BTreeMap::from([(0, stream)])
+            vec![(0, stream)]
         };
-        Ok(Self { rank, size, generation, address: own, streams: Mutex::new(streams) })
+        let lines = streams
+            .into_iter()
+            .map(|(rank, stream)| (rank, Line { stream, inbox: VecDeque::new() }))
+            .collect();
+        Ok(Self { rank, size, generation, address: own, lines: Mutex::new(lines) })
     }
 
-    /// Rank 0 collects and hands out; every message has its length before it.
-    fn exchange(&self, message: &[u8], limit: Duration) -> Result<Vec<Vec<u8>>> {
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        let deadline = Instant::now() + limit;
-        let failed = |rank: usize| {
-            move |error: io::Error| match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => late(&[rank], limit),
-                _ => Error::Bootstrap(format!("the rendezvous with rank {rank} broke: {error}")),
-            }
-        };
-        if self.rank > 0 {
-            let stream = streams.get_mut(&0).ok_or_else(|| late(&[0], limit))?;
-            write_message(stream, message).map_err(failed(0))?;
-            return (0..self.size)
-                .map(|_| read_message(stream, deadline))
-                .collect::<io::Result<_>>()
-                .map_err(failed(0));
-        }
-        let mut messages = vec![message.to_vec()];
-        for rank in 1..self.size {
-            let stream = streams.get_mut(&rank).ok_or_else(|| late(&[rank], limit))?;
-            messages.push(read_message(stream, deadline).map_err(failed(rank))?);
-        }
-        for (rank, stream) in streams.iter_mut() {
-            for message in &messages {
-                write_message(stream, message).map_err(failed(*rank))?;
+    fn lines(&self) -> MutexGuard<'_, BTreeMap<usize, Line>> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes in what has arrived, and passes on bad news.
+    fn collect(&self, lines: &mut BTreeMap<usize, Line>) -> Result<()> {
+        let mut failed = None;
+        for (rank, line) in lines.iter_mut() {
+            while failed.is_none() && line.stream.has_arrived() {
+                match read_message(&mut line.stream) {
+                    Ok(message) => line.inbox.push_back(message),
+                    Err(error) => failed = Some(lost(*rank, &error)),
+                }
             }
         }
-        Ok(messages)
+        failed.map_or(Ok(()), |error| {
+            self.tell(lines, &error);
+            Err(error)
+        })
+    }
+
+    /// Rank 0 tells everybody why it gives up. Who is gone does not hear it.
+    fn tell(&self, lines: &mut BTreeMap<usize, Line>, error: &Error) {
+        if self.rank == 0 {
+            let reason = error.to_string();
+            for line in lines.values_mut() {
+                let _ = write_message(&mut line.stream, reason.as_bytes(), GAVE_UP);
+            }
+        }
+    }
+
+    /// Waits until all of `ranks` have said something, and returns what, in their order.
+    fn hear(
+        &self,
+        lines: &mut BTreeMap<usize, Line>,
+        ranks: Range<usize>,
+        deadline: Instant,
+        limit: Duration,
+    ) -> Result<Vec<Vec<u8>>> {
+        loop {
+            self.collect(lines)?;
+            let silent = |rank: &usize| lines.get(rank).is_none_or(|line| line.inbox.is_empty());
+            let missing: Vec<usize> = ranks.clone().filter(silent).collect();
+            if missing.is_empty() {
+                return Ok(ranks
+                    .filter_map(|rank| lines.get_mut(&rank)?.inbox.pop_front())
+                    .collect());
+            }
+            if Instant::now() > deadline {
+                let error = late(&missing, limit);
+                self.tell(lines, &error);
+                return Err(error);
+            }
+            let sockets = lines.values().map(|line| line.stream.socket());
+            let mut fds: Vec<PollFd<'_>> =
+                sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+            let nap = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+            let _ = poll(&mut fds, Some(&nap));
+        }
     }
 }
 
-fn write_message(stream: &mut Authenticated, message: &[u8]) -> io::Result<()> {
-    let mut bytes = (message.len() as u32).to_le_bytes().to_vec();
+/// The error for a rank whose line is no longer usable.
+fn lost(rank: usize, error: &io::Error) -> Error {
+    Error::Bootstrap(match error.kind() {
+        // What it said itself, or what rank 0 passes on.
+        io::ErrorKind::ConnectionAborted => error.to_string(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+            format!(
+                "rank {rank} is gone: its connection closed, its process has ended or was killed"
+            )
+        }
+        _ => format!("the rendezvous with rank {rank} broke: {error}"),
+    })
+}
+
+fn write_message(stream: &mut Authenticated, message: &[u8], mark: u32) -> io::Result<()> {
+    let bound = if mark == GAVE_UP { MAX_REASON } else { MAX_MESSAGE };
+    let message = &message[..message.len().min(bound)];
+    let mut bytes = (message.len() as u32 | mark).to_le_bytes().to_vec();
     bytes.extend(message);
-    stream.write_all(&bytes)
+    stream.write_all(&bytes)?;
+    stream.flush()
 }
 
-fn read_message(stream: &mut Authenticated, deadline: Instant) -> io::Result<Vec<u8>> {
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.socket().set_read_timeout(Some(left))?;
+/// Reads a message of which the first byte is there. A reason to give up is an error of kind `ConnectionAborted`.
+fn read_message(stream: &mut Authenticated) -> io::Result<Vec<u8>> {
+    stream.socket().set_read_timeout(Some(MESSAGE_TIME))?;
     let mut length = [0; 4];
     stream.read_exact(&mut length)?;
-    let length = u32::from_le_bytes(length) as usize;
-    if length > MAX_MESSAGE {
-        let text = format!("a message of {length} bytes is over the bound of {MAX_MESSAGE}");
+    let length = u32::from_le_bytes(length);
+    let (gave_up, length) = (length & GAVE_UP != 0, (length & !GAVE_UP) as usize);
+    let bound = if gave_up { MAX_REASON } else { MAX_MESSAGE };
+    if length > bound {
+        let text = format!("a message of {length} bytes is over the bound of {bound}");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     let mut message = vec![0; length];
     stream.read_exact(&mut message)?;
+    if gave_up {
+        let text = String::from_utf8_lossy(&message).into_owned();
+        return Err(io::Error::new(io::ErrorKind::ConnectionAborted, text));
+    }
     Ok(message)
 }
 
@@ -264,7 +353,40 @@ impl Rendezvous for TcpRendezvous {
                 "a message of {length} bytes is over the rendezvous' bound of {MAX_MESSAGE}"
             )));
         }
-        self.exchange(message, limit)
+        let deadline = Instant::now() + limit;
+        let mut lines = self.lines();
+        if self.rank > 0 {
+            for line in lines.values_mut() {
+                write_message(&mut line.stream, message, 0).map_err(|error| lost(0, &error))?;
+            }
+            return (0..self.size)
+                .map(|_| self.hear(&mut lines, 0..1, deadline, limit).map(|mut one| one.remove(0)))
+                .collect();
+        }
+        let mut messages = self.hear(&mut lines, 1..self.size, deadline, limit)?;
+        messages.insert(0, message.to_vec());
+        let mut failed = Ok(());
+        for (rank, line) in lines.iter_mut() {
+            for message in &messages {
+                failed = failed.and(
+                    write_message(&mut line.stream, message, 0)
+                        .map_err(|error| lost(*rank, &error)),
+                );
+            }
+        }
+        failed.inspect_err(|error| self.tell(&mut lines, error))?;
+        Ok(messages)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.collect(&mut self.lines())
+    }
+
+    fn abandon(&self, reason: &str) {
+        let text = format!("rank {} gave up: {reason}", self.rank);
+        for line in self.lines().values_mut() {
+            let _ = write_message(&mut line.stream, text.as_bytes(), GAVE_UP);
+        }
     }
 
     fn address(&self) -> Option<IpAddr> {

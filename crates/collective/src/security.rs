@@ -4,6 +4,7 @@ use crate::{
     error::{Error, Result},
     link::{Link, tcp::TcpLink, tls::TlsLink},
 };
+use rustix::{io::Errno, net::RecvFlags};
 use rustls::{
     ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
     crypto::ring,
@@ -159,6 +160,20 @@ impl Authenticated {
         match self {
             Self::Plain(stream) | Self::Tls(_, stream) => stream,
         }
+    }
+
+    /// Whether a read would return at once: with bytes, with the end, or with an error.
+    pub fn has_arrived(&mut self) -> bool {
+        if let Self::Tls(connection, _) = self
+            && connection
+                .process_new_packets()
+                .map_or(true, |state| state.plaintext_bytes_to_read() > 0)
+        {
+            return true;
+        }
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        let peeked = rustix::net::recv(self.socket(), &mut [0; 1], flags);
+        !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
     }
 
     pub fn into_link(self) -> io::Result<Box<dyn Link>> {

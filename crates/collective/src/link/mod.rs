@@ -2,6 +2,10 @@
 //!
 //! Everything above is written against [`Link`]; one conformance suite runs over every implementation.
 
+#[cfg(test)]
+mod conformance;
+#[cfg(test)]
+mod faults;
 pub(crate) mod pipe;
 pub(crate) mod tcp;
 pub(crate) mod tls;

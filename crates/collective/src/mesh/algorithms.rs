@@ -201,7 +201,7 @@ impl Mesh {
             let start = part(count, core, pieces.start, 1).start;
             start * size..part(count, core, pieces.end - 1, 1).end * size
         };
-        let mut kept = vec![0..core];
+        let mut kept: Vec<Range<usize>> = std::iter::once(0..core).collect();
         for (step, distance) in distances(core).rev().enumerate() {
             let now = kept[step].clone();
             let middle = now.start.midpoint(now.end);

@@ -88,11 +88,11 @@ impl<'a> Flow<'a> {
         flow
     }
 
-    pub fn out_bytes(&self) -> usize {
+    pub fn bytes_out(&self) -> usize {
         self.out.ranges.iter().map(Range::len).sum()
     }
 
-    pub fn into_bytes(&self) -> usize {
+    pub fn bytes_in(&self) -> usize {
         self.into.ranges.iter().map(|(range, _)| range.len()).sum()
     }
 

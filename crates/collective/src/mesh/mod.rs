@@ -22,7 +22,7 @@ use rustix::{
 use std::io::{self, IoSlice};
 
 /// Looks without progress before the rank goes to sleep in `poll`.
-const LOOKS: u32 = 16;
+const LOOKS: u32 = 100;
 
 /// A link with the header that has arrived on it and waits for its call.
 pub(crate) struct Peer {
@@ -119,12 +119,12 @@ impl Mesh {
         from: Option<usize>,
         flow: &mut Flow<'_>,
     ) -> Result<()> {
-        let (out_bytes, into_bytes) = (flow.out_bytes(), flow.into_bytes());
+        let (out_bytes, in_bytes) = (flow.bytes_out(), flow.bytes_in());
         let header = self.header(ticket, step, out_bytes).encode();
         let mut out = to.map(|peer| Side { peer, header, left: Header::BYTES + out_bytes });
-        let expected = self.header(ticket, step, into_bytes);
+        let expected = self.header(ticket, step, in_bytes);
         let header = expected.encode();
-        let mut into = from.map(|peer| Side { peer, header, left: Header::BYTES + into_bytes });
+        let mut into = from.map(|peer| Side { peer, header, left: Header::BYTES + in_bytes });
         let mut idle = 0;
         loop {
             let mut moved = false;

@@ -1,14 +1,17 @@
 //! Descriptors on their way to a neighbour: a Unix socket on which both sides have checked credentials.
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    process::{Peer, Process},
+};
 use rustix::{
     event::{PollFd, PollFlags, poll},
-    fd::{AsFd, BorrowedFd, OwnedFd},
+    fd::{BorrowedFd, OwnedFd},
     net::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt::socket_peercred,
+        SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
     },
-    process::{Pid, geteuid},
+    process::{geteuid, getpid},
     time::Timespec,
 };
 use std::{
@@ -32,8 +35,8 @@ pub(crate) fn listen(name: &str) -> io::Result<UnixListener> {
 #[derive(Debug)]
 pub(crate) struct Channel {
     stream: UnixStream,
-    /// The neighbour's process, as the kernel tells.
-    pub pid: Option<Pid>,
+    /// The neighbour is a thread of this process.
+    same_process: bool,
 }
 
 impl Channel {
@@ -43,16 +46,21 @@ impl Channel {
 
     /// Refuses a neighbour that runs as another user: shared memory would let it change our tensors.
     pub fn checked(stream: UnixStream) -> io::Result<Self> {
-        let peer = socket_peercred(&stream)?;
-        if peer.uid != geteuid() {
-            let (theirs, ours) = (peer.uid.as_raw(), geteuid().as_raw());
+        let Peer { user: theirs, pid } = Peer::of(&stream)?;
+        let ours = geteuid().as_raw();
+        if theirs != ours {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 format!("it runs as user {theirs}, this rank as user {ours}"),
             ));
         }
         stream.set_nonblocking(true)?;
-        Ok(Self { stream, pid: Some(peer.pid).filter(|pid| pid.as_raw_nonzero().get() > 0) })
+        Ok(Self { stream, same_process: pid == Some(getpid()) })
+    }
+
+    /// The neighbour's process, unless it is this one.
+    pub fn process(&self) -> Option<Process> {
+        if self.same_process { None } else { Process::behind(&self.stream).ok() }
     }
 
     /// Sends bytes with descriptors attached; the message is small enough to fit at once.
@@ -87,7 +95,11 @@ impl Channel {
             let mut into = [IoSliceMut::new(&mut bytes[filled..])];
             match recvmsg(&self.stream, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
-                    return Err(io::Error::other("too many descriptors in one message").into());
+                    return Err(io::Error::new(
+                        io::ErrorKind::QuotaExceeded,
+                        "this process may not open more descriptors: raise its limit (ulimit -n)",
+                    )
+                    .into());
                 }
                 Ok(message) if message.bytes == 0 => {
                     return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
@@ -118,12 +130,6 @@ impl Channel {
         self.receive(bytes, || {
             if start.elapsed() > limit { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
         })
-    }
-}
-
-impl AsFd for Channel {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
     }
 }
 

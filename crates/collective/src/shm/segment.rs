@@ -28,15 +28,6 @@ struct Head {
 const HEAD_BYTES: usize = 4096;
 const _: () = assert!(size_of::<Head>() <= HEAD_BYTES);
 
-/// Which staging buffer.
-#[derive(Clone, Copy)]
-pub(crate) enum Stage {
-    /// What a rank contributes.
-    Input = 0,
-    /// What a rank has reduced.
-    Output = 1,
-}
-
 /// A mapping with this layout: a rank's own, or a neighbour's.
 #[derive(Debug)]
 pub(crate) struct Segment {
@@ -44,7 +35,7 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    pub const BYTES: usize = HEAD_BYTES + 4 * STAGE_BYTES;
+    pub const BYTES: usize = HEAD_BYTES + 2 * STAGE_BYTES;
 
     pub fn create() -> io::Result<(OwnedFd, Self)> {
         Mapping::create("deuteron-segment", Self::BYTES).map(|(fd, mapping)| (fd, Self { mapping }))
@@ -68,10 +59,9 @@ impl Segment {
 
     /// The staging buffer of a tick; who may touch it when is TICK-2.
     #[inline]
-    pub fn stage(&self, stage: Stage, tick: u32) -> *mut u8 {
-        let index = 2 * stage as usize + (tick & 1) as usize;
-        // SAFETY: four stages follow the head inside the mapping.
-        unsafe { self.mapping.base().add(HEAD_BYTES + index * STAGE_BYTES) }
+    pub fn stage(&self, tick: u32) -> *mut u8 {
+        // SAFETY: two stages follow the head inside the mapping.
+        unsafe { self.mapping.base().add(HEAD_BYTES + (tick & 1) as usize * STAGE_BYTES) }
     }
 
     /// Notes the call that the owner is about to publish.

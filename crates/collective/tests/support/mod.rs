@@ -1,6 +1,8 @@
 //! Ranks as threads over each transport, under a time limit that kills.
-#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test file uses a part")]
 #![allow(clippy::allow_attributes, reason = "whether anything is unused differs from file to file")]
+
+pub mod reference;
 
 use deuteron_collective::{
     Error, Group, GroupOptions, Identity, LocalRendezvous, SERVER_NAME, Security,
@@ -13,17 +15,20 @@ pub enum Over {
     SharedMemory,
     Tcp,
     Tls,
+    /// Every third rank shares no memory: pipes among the others, TCP to and from it.
+    Mixed,
 }
 
 impl Over {
-    pub const ALL: [Self; 3] = [Self::SharedMemory, Self::Tcp, Self::Tls];
+    pub const ALL: [Self; 4] = [Self::SharedMemory, Self::Tcp, Self::Tls, Self::Mixed];
 
-    pub fn options(self) -> GroupOptions {
+    pub fn options(self, rank: usize) -> GroupOptions {
         let options = GroupOptions::default().limit(Duration::from_secs(60));
         match self {
             Self::SharedMemory => options,
             Self::Tcp => options.share_memory(false),
             Self::Tls => options.share_memory(false).security(Security::Tls(job().member())),
+            Self::Mixed => options.share_memory(rank % 3 != 1),
         }
     }
 }
@@ -85,15 +90,39 @@ pub fn run<R: Send>(
     ranks: usize,
     body: impl Fn(Group) -> Result<R, Error> + Sync,
 ) -> Vec<Result<R, Error>> {
+    run_with(over, ranks, |options| options, body)
+}
+
+/// The same with other options.
+pub fn run_with<R: Send>(
+    over: Over,
+    ranks: usize,
+    options: impl Fn(GroupOptions) -> GroupOptions + Sync,
+    body: impl Fn(Group) -> Result<R, Error> + Sync,
+) -> Vec<Result<R, Error>> {
     let _limit = Limit::seconds(120);
     thread::scope(|scope| {
         let threads: Vec<_> = LocalRendezvous::group(ranks)
             .into_iter()
-            .map(|rendezvous| {
-                let body = &body;
-                scope.spawn(move || Group::connect(&rendezvous, over.options()).and_then(body))
+            .enumerate()
+            .map(|(rank, rendezvous)| {
+                let (body, options) = (&body, &options);
+                scope.spawn(move || {
+                    Group::connect(&rendezvous, options(over.options(rank))).and_then(body)
+                })
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// The results of ranks that all succeed.
+pub fn all<R>(results: Vec<Result<R, Error>>) -> Vec<R> {
+    let failed: Vec<String> = results
+        .iter()
+        .enumerate()
+        .filter_map(|(rank, result)| Some(format!("rank {rank}: {}", result.as_ref().err()?)))
+        .collect();
+    assert!(failed.is_empty(), "{failed:#?}");
+    results.into_iter().flatten().collect()
 }

@@ -1,0 +1,144 @@
+//! Many mixed calls in a row, every result checked: what goes wrong once in ten thousand times.
+//!
+//! `DEUTERON_SOAK_SEED` makes other calls; the seed of a run is printed.
+
+mod support;
+
+use deuteron_collective::{Bucket, DType, Error, Group, ReduceOp, Reduction};
+use std::{any::Any, collections::BTreeMap};
+use support::{
+    Over, all,
+    reference::{Sample, Style, digest, input, scatter, with_type},
+    run,
+};
+
+const RANKS: usize = 4;
+/// Longest tensor.
+const LONGEST: usize = 40_000;
+
+/// Memory for tensors of one type.
+struct Shelf<T> {
+    bucket: Bucket<T>,
+    plain: Vec<T>,
+    output: Vec<T>,
+}
+
+impl<T: Sample> Shelf<T> {
+    fn new(group: &Group) -> Result<Self, Error> {
+        let bucket = group.bucket(LONGEST + 64)?;
+        let [plain, output] = [1, RANKS].map(|times| vec![T::default(); times * LONGEST + 64]);
+        Ok(Self { bucket, plain, output })
+    }
+}
+
+/// One call, all of whose properties follow from a random number; returns the bits of its result in a word.
+fn call<T: Sample>(group: &Group, shelf: &mut Shelf<T>, random: u64) -> Result<u64, Error> {
+    let rank = group.rank();
+    let choose = |what: usize, choices: usize| scatter(random, 100, what) as usize % choices;
+    let count = match choose(0, 200) {
+        0 => choose(1, LONGEST),
+        1..20 => choose(1, 5_000),
+        20..80 => choose(1, 600),
+        _ => choose(1, 64),
+    };
+    let op = ReduceOp::ALL[choose(2, 5)];
+    let factor = |what| [1.0, 1.0, 0.5][choose(what, 3)];
+    let reduction = Reduction::from(op).prescale(factor(3)).postscale(factor(4));
+    let values = |rank: usize, count| input::<T>(random, rank, count, Style::Exact, op);
+    // Everybody in the bucket at one place or at different ones, some in it, or nobody.
+    let (registered, start) = match choose(5, 5) {
+        0 | 1 => (true, 0),
+        2 => (true, rank),
+        3 => (choose(6 + rank, 2) == 0, 3),
+        _ => (false, 1),
+    };
+    let memory = if registered { &mut *shelf.bucket } else { &mut shelf.plain[..] };
+    let tensor = &mut memory[start..start + count];
+    tensor.iter_mut().zip(values(rank, count)).for_each(|(slot, value)| *slot = value);
+    let judge = rank == choose(20, RANKS);
+    let expect = |result: &[T], counts: &[usize]| {
+        assert_eq!(result.len(), counts.iter().sum::<usize>());
+        let mut result = result.iter();
+        for (rank, count) in counts.iter().enumerate().filter(|_| judge) {
+            assert!(values(rank, *count).zip(result.by_ref()).all(|(a, b)| a.bits() == b.bits()));
+        }
+    };
+    match choose(21, 10) {
+        0 => group.barrier().map(|()| 0),
+        1 => {
+            let output = &mut shelf.output[..RANKS * count];
+            group.all_gather(tensor, output)?;
+            expect(output, &[count; RANKS]);
+            Ok(digest(output))
+        }
+        2 => {
+            let counts: Vec<usize> = (0..RANKS).map(|rank| choose(30 + rank, count + 1)).collect();
+            let gathered = group.all_gather_varied(&tensor[..counts[rank]])?;
+            assert_eq!(gathered.counts, counts);
+            expect(&gathered.values, &counts);
+            Ok(digest(&gathered.values))
+        }
+        3 => {
+            let root = choose(22, RANKS);
+            group.broadcast(tensor, root)?;
+            let mut counts = [0; RANKS];
+            counts[root] = count;
+            expect(tensor, &counts);
+            Ok(digest(tensor))
+        }
+        _ => {
+            group.all_reduce(tensor, reduction)?;
+            if judge {
+                let mut inputs: Vec<_> = (0..RANKS).map(|rank| values(rank, count)).collect();
+                for (index, value) in tensor.iter().enumerate() {
+                    let each: Vec<T> = inputs.iter_mut().filter_map(Iterator::next).collect();
+                    let expected = T::reduce(&each, reduction);
+                    assert_eq!(value.bits(), expected.bits(), "{index}: {value:?} of {each:?}");
+                }
+            }
+            Ok(digest(tensor))
+        }
+    }
+}
+
+fn soak(over: Over, calls: usize) {
+    let seed = std::env::var("DEUTERON_SOAK_SEED").ok().and_then(|text| text.parse().ok());
+    let seed: u64 = seed.unwrap_or(20_261_115);
+    println!("{calls} calls over {over:?}, seed {seed}");
+    let digests = all(run(over, RANKS, |group| {
+        let mut shelves: BTreeMap<u8, Box<dyn Any>> = BTreeMap::new();
+        let mut digests = Vec::with_capacity(calls);
+        for index in 0..calls {
+            let random = scatter(seed, 0, index);
+            let dtype = DType::ALL[random as usize % DType::ALL.len()];
+            digests.push(with_type!(dtype, T => {
+                // Now and then a type gets new memory, while the old goes away.
+                if random >> 32 & 1023 == 0 || !shelves.contains_key(&(dtype as u8)) {
+                    shelves.insert(dtype as u8, Box::new(Shelf::<T>::new(&group)?));
+                }
+                let shelf = shelves.get_mut(&(dtype as u8)).and_then(|shelf| shelf.downcast_mut());
+                call::<T>(&group, shelf.unwrap(), random)
+            })?);
+        }
+        Ok(digests)
+    }));
+    for (rank, others) in digests.iter().enumerate().skip(1) {
+        let differs = others.iter().zip(&digests[0]).position(|(other, first)| other != first);
+        assert_eq!(differs, None, "the first call of which ranks 0 and {rank} have other results");
+    }
+}
+
+#[test]
+fn a_hundred_thousand_calls_over_shared_memory() {
+    soak(Over::SharedMemory, 100_000);
+}
+
+#[test]
+fn ten_thousand_calls_over_tls() {
+    soak(Over::Tls, 10_000);
+}
+
+#[test]
+fn ten_thousand_calls_over_pipes_and_tcp() {
+    soak(Over::Mixed, 10_000);
+}
