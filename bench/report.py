@@ -1,0 +1,371 @@
+"""Turns figures into ratios, tables, a plot and the page of the docs.
+
+bench/report.py FOLDER      makes the page again from every benchmarks*.json in the folder
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+LABELS = {
+    "registered": "Deuteron, registered",
+    "plain": "Deuteron, plain slice",
+    "tcp": "Deuteron, TCP",
+    "tls": "Deuteron, TLS",
+    "gloo": "Gloo",
+    "openmpi": "Open MPI",
+    "loop": "bare loop",
+    "raw-tcp": "raw TCP",
+    "raw-tls": "bare rustls",
+}
+TITLES = {
+    "host2": "one host, 2 ranks",
+    "host4": "one host, 4 ranks",
+    "host8": "one host, 8 ranks",
+    "host16": "one host, 16 ranks",
+    "net": "two hosts, one rank each",
+    "gbit": "two hosts, 1 Gbit/s",
+}
+OURS = ("registered", "plain", "tcp", "tls")
+PEERS = ("gloo", "openmpi")
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One contestant's time for one type and size, in nanoseconds, by repetition."""
+
+    case: str
+    contestant: str
+    type: str
+    bytes: int
+    repetitions: list[float]
+
+    @property
+    def time(self) -> float:
+        """The median repetition."""
+        return median(self.repetitions)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All figures of one run on one machine."""
+
+    facts: dict[str, str]
+    figures: list[Figure]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our figures beside the peers' and the limit's, from the same run."""
+
+    ours: Figure
+    peers: dict[str, Figure]
+    limit: Figure | None
+
+    def faster_than(self, *others: Figure | None) -> float | None:
+        """How many times faster than the best of the others: in each repetition, then the median.
+
+        What changes the machine from one repetition to the next is then the same on both sides.
+        """
+        best = [min(times) for times in zip(*(other.repetitions for other in others if other), strict=True)]
+        ratios = [other / own for other, own in zip(best, self.ours.repetitions, strict=False)]
+        return median(ratios) if ratios else None
+
+    @property
+    def to_peer(self) -> float | None:
+        """How many times faster than the better peer."""
+        return self.faster_than(*self.peers.values())
+
+    @property
+    def to_limit(self) -> float | None:
+        """Which part of the limit's speed."""
+        return self.faster_than(self.limit)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached, where, and whether a row does."""
+
+    what: str
+    to_reach: str
+    applies: Callable[[Row], bool]
+    reached: Callable[[Row], bool]
+
+
+def _at_least(value: float | None, bound: float) -> bool:
+    """A ratio as printed, with two digits, against its bound."""
+    return value is not None and round(value, 2) >= bound
+
+
+def _one_host(row: Row) -> bool:
+    return row.ours.case.startswith("host")
+
+
+def _no_slower(row: Row) -> bool:
+    """Among two ranks Open MPI is the one to match, else the better peer."""
+    if row.ours.case == "host2" and "openmpi" in row.peers:
+        return _at_least(row.faster_than(row.peers["openmpi"]), 1)
+    return _at_least(row.to_peer, 1)
+
+
+TARGETS = (
+    Target(
+        "one host, registered, 64 KiB and more",
+        "5 x the better peer, or 0.85 of the bare loop",
+        lambda row: _one_host(row) and row.ours.contestant == "registered" and row.ours.bytes >= 64 * KIB,
+        lambda row: _at_least(row.to_peer, 5) or _at_least(row.to_limit, 0.85),
+    ),
+    Target(
+        "one host, plain slices, 1 MiB and more",
+        "2 x the better peer",
+        lambda row: _one_host(row) and row.ours.contestant == "plain" and bool(row.peers) and row.ours.bytes >= MIB,
+        lambda row: _at_least(row.to_peer, 2),
+    ),
+    Target(
+        "one host, 4 B to 4 KiB",
+        "2 ranks: no slower than Open MPI; more: than the better peer",
+        lambda row: _one_host(row) and row.ours.contestant == "plain" and bool(row.peers) and row.ours.bytes <= 4 * KIB,
+        _no_slower,
+    ),
+    Target(
+        "two hosts, plain TCP, 1 MiB and more",
+        "the better peer, and 0.8 of raw TCP",
+        lambda row: row.ours.case == "net" and row.ours.contestant == "tcp" and row.ours.bytes >= MIB,
+        lambda row: _at_least(row.to_peer, 1) and _at_least(row.to_limit, 0.8),
+    ),
+    Target(
+        "two hosts, TLS",
+        "0.8 of bare rustls",
+        lambda row: row.ours.case == "net" and row.ours.contestant == "tls",
+        lambda row: _at_least(row.to_limit, 0.8),
+    ),
+    Target(
+        "two hosts, TLS over 1 Gbit/s",
+        "0.95 of plain TCP",
+        lambda row: row.ours.case == "gbit" and row.ours.contestant == "tls",
+        lambda row: _at_least(row.to_limit, 0.95),
+    ),
+)
+
+
+def _limit_of(case: str, contestant: str) -> str:
+    """Whose time is the limit of ours."""
+    if case == "gbit":
+        return {"tcp": "raw-tcp", "tls": "tcp"}[contestant]
+    return {"registered": "loop", "plain": "loop", "tcp": "raw-tcp", "tls": "raw-tls"}[contestant]
+
+
+def rows(run: Run) -> list[Row]:
+    """Every one of our figures with what it is compared to."""
+    known = {(f.case, f.contestant, f.type, f.bytes): f for f in run.figures}
+
+    def beside(ours: Figure, who: str) -> Figure | None:
+        return known.get((ours.case, who, ours.type, ours.bytes))
+
+    return [
+        Row(
+            ours,
+            {who: peer for who in PEERS if (peer := beside(ours, who))},
+            beside(ours, _limit_of(ours.case, ours.contestant)),
+        )
+        for ours in run.figures
+        if ours.contestant in OURS
+    ]
+
+
+def _verdict(row: Row) -> str:
+    verdicts = ["reached" if target.reached(row) else "not reached" for target in TARGETS if target.applies(row)]
+    return ", ".join(verdicts)
+
+
+def size(count: int) -> str:
+    """Bytes as people write them."""
+    for unit, factor in (("MiB", MIB), ("KiB", KIB)):
+        if count >= factor:
+            return f"{count // factor} {unit}"
+    return f"{count} B"
+
+
+def duration(nanoseconds: float) -> str:
+    """A time with three digits."""
+    unit, factor = next((pair for pair in (("s", 1e9), ("ms", 1e6)) if nanoseconds >= pair[1]), ("µs", 1e3))
+    return f"{nanoseconds / factor:.3g} {unit}"
+
+
+HEADINGS = ("size", "time", "lowest to highest", "GB/s", "Gloo", "Open MPI", "x peer", "limit", "of limit", "target")
+
+
+def _cells(row: Row) -> list[str]:
+    def ratio(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    ours = row.ours
+    return [
+        size(ours.bytes),
+        duration(ours.time),
+        f"{duration(min(ours.repetitions))} to {duration(max(ours.repetitions))}",
+        f"{ours.bytes / ours.time:.3g}",
+        *(duration(row.peers[who].time) if who in row.peers else "" for who in PEERS),
+        ratio(row.to_peer),
+        duration(row.limit.time) if row.limit else "",
+        ratio(row.to_limit),
+        _verdict(row),
+    ]
+
+
+def _groups(made: list[Row]) -> Iterable[tuple[str, list[Row]]]:
+    """Rows under a heading, in the order of the cases."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in made:
+        groups.setdefault((row.ours.case, row.ours.type, row.ours.contestant), []).append(row)
+    order = [*TITLES, "f32", "bf16", *OURS]
+    for key in sorted(groups, key=lambda key: [order.index(word) for word in key]):
+        case, kind, contestant = key
+        limit = next((LABELS[row.limit.contestant] for row in groups[key] if row.limit), "none")
+        yield f"{LABELS[contestant]}, {kind}: {TITLES[case]} (limit: {limit})", groups[key]
+
+
+def _summary(made: list[Row]) -> list[list[str]]:
+    """How many rows reach each target, by case."""
+    lines = []
+    for target in TARGETS:
+        for case, title in TITLES.items():
+            judged = [target.reached(row) for row in made if row.ours.case == case and target.applies(row)]
+            if judged:
+                verdict = "reached" if all(judged) else "not reached"
+                lines.append([target.what, title, target.to_reach, f"{sum(judged)} of {len(judged)}", verdict])
+    return lines
+
+
+SUMMARY_HEADINGS = ("to reach in", "case", "target", "sizes and types", "")
+
+
+def _text_table(headings: Iterable[str], lines: list[list[str]]) -> str:
+    table = [list(headings), *lines]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table)
+
+
+def _markdown_table(headings: Iterable[str], lines: list[list[str]]) -> str:
+    table = [list(headings), ["---:"] * len(list(headings)), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in table)
+
+
+def text(run: Run) -> str:
+    """The report for a terminal."""
+    made = rows(run)
+    parts = [f"{heading}\n{_text_table(HEADINGS, [_cells(row) for row in found])}" for heading, found in _groups(made)]
+    parts.append(_text_table(SUMMARY_HEADINGS, _summary(made)))
+    return "\n\n".join(parts)
+
+
+HOW = """\
+# Benchmarks
+
+Made by `make bench`. Us, Gloo (`torch.distributed`) and Open MPI (C, `mpicc -O3 -march=native`) run in turn in the
+same run, and beside them the limit.
+
+How it is measured:
+
+- One process per rank. Every rank rewrites its whole buffer, waits at a barrier, and makes the timed call: an
+  all-reduce (sum) in place. The slowest rank's time counts. A time is the median over the calls of a repetition, then
+  over repetitions; "lowest to highest" are single repetitions. A ratio is taken in each repetition, then the median:
+  a machine whose cores move closer or further apart from one minute to the next does so for both sides.
+- First and last results of every size are checked on every rank, all elements.
+- GB/s is the size of one rank's buffer over the time.
+- MPI has no bf16: Open MPI sums it by a user-defined operation on 16-bit integers, whose loop is vectorised. It yields
+  when ranks share a core (`--oversubscribe`), and binds ranks to cores as it does by default when they do not.
+- Two hosts are two network namespaces with a virtual cable, so both share the machine's cores. 1 Gbit/s is `tc tbf` on
+  both ends.
+- Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
+  all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
+  bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
+  1 Gbit/s the limit of TLS is our plain TCP.
+"""
+
+
+def _page(runs: dict[str, Run]) -> str:
+    parts = [HOW]
+    for name, run in runs.items():
+        made = rows(run)
+        facts = "\n".join(f"- {fact}: {value}" for fact, value in run.facts.items())
+        parts.append(f"## {run.facts['cores']} cores\n\n{facts}\n\n![Bandwidth by size](img/{name}.svg)\n")
+        parts.append(_markdown_table(SUMMARY_HEADINGS, _summary(made)) + "\n")
+        for heading, found in _groups(made):
+            parts.append(f"### {heading}\n\n{_markdown_table(HEADINGS, [_cells(row) for row in found])}\n")
+    return "\n".join(parts)
+
+
+COLOURS = {
+    "registered": "#0072b2",
+    "plain": "#56b4e9",
+    "tcp": "#0072b2",
+    "tls": "#56b4e9",
+    "gloo": "#d55e00",
+    "openmpi": "#009e73",
+    "loop": "#888888",
+    "raw-tcp": "#888888",
+    "raw-tls": "#bbbbbb",
+}
+
+
+def _plot(run: Run, path: Path) -> None:
+    """Bandwidth over size, one small plot for each case and type."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    # The same figures give the same small file.
+    matplotlib.rcParams |= {"svg.hashsalt": "deuteron", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+
+    cases = [case for case in TITLES if len({f.bytes for f in run.figures if f.case == case}) > 2]
+    kinds = list(dict.fromkeys(figure.type for figure in run.figures))
+    if not cases:
+        return
+    size_of_plot = (5.2 * len(kinds), 3.6 * len(cases))
+    figure, grid = pyplot.subplots(len(cases), len(kinds), figsize=size_of_plot, squeeze=False, layout="constrained")
+    for line, case in zip(grid, cases, strict=True):
+        for axes, kind in zip(line, kinds, strict=True):
+            for who, label in LABELS.items():
+                found = [f for f in run.figures if (f.case, f.contestant, f.type) == (case, who, kind)]
+                found.sort(key=lambda f: f.bytes)
+                rates = [f.bytes / f.time for f in found]
+                style = "-" if who in OURS else "--" if who in PEERS else ":"
+                if found:
+                    axes.plot([f.bytes for f in found], rates, style, color=COLOURS[who], label=label, marker=".")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_title(f"{TITLES[case]}, {kind}", fontsize=10)
+            ticks = [4, 1 << 10, 64 << 10, MIB, 16 * MIB, 256 * MIB]
+            axes.set_xticks(ticks, [size(tick) for tick in ticks], fontsize=7)
+            axes.set_ylabel("GB/s", fontsize=8)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def save(run: Run, folder: Path, name: str) -> None:
+    """Writes the run's JSON, then the page from all runs in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(asdict(run), indent=1) + "\n")
+    make_page(folder)
+
+
+def make_page(folder: Path) -> None:
+    """Writes the page and the plots from every benchmarks*.json in the folder."""
+    runs = {}
+    for path in sorted(folder.glob("benchmarks*.json"), key=lambda path: path.stem):
+        stored = json.loads(path.read_text())
+        runs[path.stem] = Run(stored["facts"], [Figure(**figure) for figure in stored["figures"]])
+        _plot(runs[path.stem], folder / "img" / f"{path.stem}.svg")
+    (folder / "benchmarks.md").write_text(_page(runs))
+
+
+if __name__ == "__main__":
+    make_page(Path(sys.argv[1]))

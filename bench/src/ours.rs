@@ -1,0 +1,69 @@
+//! Our side: all-reduce on a registered bucket or on a plain slice.
+
+use std::net::SocketAddr;
+use std::ops::{DerefMut, Range};
+use std::path::Path;
+use std::time::Duration;
+
+use deuteron_collective::{Group, GroupOptions, ReduceOp, Security, TcpRendezvous};
+
+use crate::identity;
+use crate::measure::{Block, Contestant, Failure, Job, Mode, Number, measure};
+
+// Ranks start together; a machine with less than one core a rank may take a while.
+const START: Duration = Duration::from_secs(30);
+
+/// Connects the group and measures every block.
+pub fn run(job: &Job, tls: Option<&Path>, registered: bool) -> Result<(), Failure> {
+    let address: SocketAddr = job.meeting.parse()?;
+    let security = match tls {
+        Some(directory) => Security::Tls(identity::ours(directory)?),
+        None if address.ip().is_loopback() => Security::Local,
+        None => Security::Plain,
+    };
+    let rendezvous = TcpRendezvous::connect(address, job.rank, job.ranks, 0, &security, START)?;
+    let options = GroupOptions::default().security(security);
+    let group = Group::connect(&rendezvous, options)?;
+    job.run(&mut Ours { group, registered })
+}
+
+struct Ours {
+    group: Group,
+    registered: bool,
+}
+
+impl Mode for Ours {
+    fn measure<T: Number>(&mut self, job: &Job, block: &Block) -> Result<Vec<u64>, Failure> {
+        let (group, count) = (&self.group, block.count::<T>());
+        if self.registered {
+            let buffer = group.bucket::<T>(count)?;
+            measure(job, block, &mut AllReduce { group, buffer })
+        } else {
+            let buffer = vec![T::ZERO; count];
+            measure(job, block, &mut AllReduce { group, buffer })
+        }
+    }
+}
+
+struct AllReduce<'a, B> {
+    group: &'a Group,
+    buffer: B,
+}
+
+impl<T: Number, B: DerefMut<Target = [T]>> Contestant<T> for AllReduce<'_, B> {
+    fn input(&mut self) -> &mut [T] {
+        &mut self.buffer
+    }
+    fn output(&self) -> &[T] {
+        &self.buffer
+    }
+    fn summed(&self) -> Range<usize> {
+        0..self.group.size()
+    }
+    fn barrier(&mut self) -> Result<(), Failure> {
+        Ok(self.group.barrier()?)
+    }
+    fn call(&mut self) -> Result<(), Failure> {
+        Ok(self.group.all_reduce(&mut self.buffer, ReduceOp::Sum)?)
+    }
+}
