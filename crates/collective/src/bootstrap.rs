@@ -7,6 +7,7 @@ use crate::{
     accept::{self, Caller},
     error::{Error, Result},
     frame::{Hello, Purpose},
+    health::EXPLANATION,
     link::pipe::PipeLink,
     mesh::{Peer, algorithms::peers_of},
     rendezvous::Rendezvous,
@@ -475,7 +476,10 @@ fn open_connections(
         let called = calling.join().map_err(|_| Error::Bootstrap("a call panicked".into()));
         (called, accepted)
     });
-    let callers = called??.into_iter().chain(accepted?);
+    let callers = match (called?, accepted) {
+        (Ok(called), Ok(accepted)) => called.into_iter().chain(accepted),
+        (Err(error), _) | (_, Err(error)) => return Err(explained(meeting.rendezvous, error)),
+    };
     let mut links = BTreeMap::new();
     for Caller { rank, purpose, stream } in callers {
         let failed = |error| Error::system(format!("the connection to rank {rank}"), error);
@@ -488,6 +492,18 @@ fn open_connections(
         }
     }
     Ok(())
+}
+
+/// A better reason than a broken connection, if the rendezvous learns one within a moment.
+fn explained(rendezvous: &dyn Rendezvous, error: Error) -> Error {
+    let start = Instant::now();
+    while start.elapsed() < EXPLANATION {
+        if let Err(better) = rendezvous.check() {
+            return better;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    error
 }
 
 #[cfg(test)]

@@ -94,10 +94,15 @@ impl Random {
 /// Damages a frame; now and then not at all, or beyond recognition.
 fn damage(random: &mut Random, frame: &mut Vec<u8>, other: &[u8]) {
     for _ in 0..random.pick(&[0, 1, 1, 2, 5]) {
-        let at = random.below(frame.len() + 1);
+        // Mostly near the front, where lengths stand.
+        let reach = random.pick(&[16, 64, usize::MAX]).min(frame.len() + 1);
+        let at = random.below(reach);
         match random.below(8) {
             0 => frame.truncate(at),
-            1 => frame.extend(random.bytes(20)),
+            1 => {
+                let most = random.pick(&[20, 2_000]);
+                frame.extend(random.bytes(most));
+            }
             2 => drop(frame.splice(at..at, random.bytes(8))),
             3 => drop(frame.drain(at..(at + random.below(8)).min(frame.len()))),
             // The head of one frame, the tail of another.

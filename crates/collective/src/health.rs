@@ -26,7 +26,7 @@ use std::{
 const STALL: Duration = Duration::from_secs(60);
 
 /// How long a broken connection may stay without a better explanation.
-const EXPLANATION: Duration = Duration::from_millis(700);
+pub(crate) const EXPLANATION: Duration = Duration::from_millis(700);
 
 /// The ranks of this host that share memory with this one, itself included.
 pub(crate) type Neighbours = Vec<Option<Arc<Segment>>>;

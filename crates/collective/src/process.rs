@@ -6,7 +6,7 @@ use rustix::{
     ioctl::{self, Opcode, Updater},
     process::{Pid, PidfdFlags, pidfd_open},
 };
-use std::{fmt, fs, io, mem::MaybeUninit, os::unix::net::UnixStream};
+use std::{fmt, fs, io, mem::MaybeUninit, os::unix::net::UnixStream, time::Duration};
 
 /// Who is at the other end of a Unix socket.
 #[derive(Clone, Copy, Debug)]
@@ -86,9 +86,16 @@ impl Process {
         }
     }
 
-    /// Procfs tells the status until the parent has reaped the process, the kernel afterwards (Linux 6.15).
+    /// Procfs tells the status until the parent has reaped the process, the kernel afterwards (Linux 6.15). Where
+    /// procfs does not show the process, a moment passes until it is reaped.
     fn wait_status(&self) -> Option<i32> {
-        self.status_of_zombie().or_else(|| self.status_of_reaped())
+        for _ in 0..20 {
+            if let Some(status) = self.status_of_zombie().or_else(|| self.status_of_reaped()) {
+                return Some(status);
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        None
     }
 
     fn status_of_reaped(&self) -> Option<i32> {

@@ -15,7 +15,7 @@ use std::{
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr, TcpListener},
     ops::Range,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -176,6 +176,8 @@ pub struct TcpRendezvous {
     address: IpAddr,
     /// Rank 0 holds everybody by rank; the others hold rank 0.
     lines: Mutex<BTreeMap<usize, Line>>,
+    /// What ended it, if anything has.
+    failure: OnceLock<Error>,
 }
 
 /// A connection and what has arrived on it before it was asked for.
@@ -224,7 +226,14 @@ impl TcpRendezvous {
             .into_iter()
             .map(|(rank, stream)| (rank, Line { stream, inbox: VecDeque::new() }))
             .collect();
-        Ok(Self { rank, size, generation, address: own, lines: Mutex::new(lines) })
+        Ok(Self {
+            rank,
+            size,
+            generation,
+            address: own,
+            lines: Mutex::new(lines),
+            failure: OnceLock::new(),
+        })
     }
 
     fn lines(&self) -> MutexGuard<'_, BTreeMap<usize, Line>> {
@@ -233,6 +242,9 @@ impl TcpRendezvous {
 
     /// Takes in what has arrived, and passes on bad news.
     fn collect(&self, lines: &mut BTreeMap<usize, Line>) -> Result<()> {
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
         let mut failed = None;
         for (rank, line) in lines.iter_mut() {
             while failed.is_none() && line.stream.has_arrived() {
@@ -248,8 +260,9 @@ impl TcpRendezvous {
         })
     }
 
-    /// Rank 0 tells everybody why it gives up. Who is gone does not hear it.
+    /// Keeps what ended it, and rank 0 tells everybody. Who is gone does not hear it.
     fn tell(&self, lines: &mut BTreeMap<usize, Line>, error: &Error) {
+        let _ = self.failure.set(error.clone());
         if self.rank == 0 {
             let reason = error.to_string();
             for line in lines.values_mut() {
