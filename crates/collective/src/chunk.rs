@@ -32,7 +32,7 @@ mod tests {
             for index in 0..parts {
                 let range = part(count, parts, index, grain);
                 prop_assert_eq!(range.start, next);
-                prop_assert!(range.end == count || range.end % grain == 0);
+                prop_assert!(range.end == count || range.end.is_multiple_of(grain));
                 prop_assert!(range.len() <= count / parts + 2 * grain);
                 next = range.end;
             }

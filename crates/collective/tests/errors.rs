@@ -1,5 +1,7 @@
 //! What every rank gets when one of them errs, differs, leaves, sleeps or gives up.
 
+#![expect(clippy::unwrap_used, reason = "a test fails loudly")]
+
 mod support;
 
 use deuteron_collective::{Error, Group, ReduceOp, Reduction};

@@ -2,6 +2,7 @@
 //!
 //! The protocol's own file is compiled here over loom's atomics and a futex made of loom's condition variable.
 
+#![expect(clippy::unwrap_used, reason = "a test fails loudly")]
 #![expect(
     unsafe_code,
     reason = "loom's UnsafeCell hands out pointers, and checks every access through them"

@@ -1,5 +1,7 @@
 //! Every operation on every transport against a sequential reference.
 
+#![expect(clippy::unwrap_used, reason = "a test fails loudly")]
+
 mod support;
 
 use deuteron_collective::{
@@ -151,7 +153,7 @@ impl Step {
             }
             Kind::AllGather => {
                 let mut from = Room::<T>::new(group, self.place, self.count)?;
-                let place = if self.seed % 3 == 0 { Place::Inside } else { Place::Plain };
+                let place = if self.seed.is_multiple_of(3) { Place::Inside } else { Place::Plain };
                 let mut to = Room::<T>::new(group, place, self.count * ranks)?;
                 self.fill(from.tensor(), rank);
                 let before = digest(from.tensor());

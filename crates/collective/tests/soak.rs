@@ -2,6 +2,9 @@
 //!
 //! `DEUTERON_SOAK_SEED` makes other calls; the seed of a run is printed.
 
+#![expect(clippy::unwrap_used, reason = "a test fails loudly")]
+#![expect(clippy::print_stdout, reason = "the seed of a run that fails")]
+
 mod support;
 
 use deuteron_collective::{Bucket, DType, Error, Group, ReduceOp, Reduction};

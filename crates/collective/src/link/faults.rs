@@ -303,12 +303,13 @@ mod tests {
     ) -> Vec<R> {
         let mut peers: Vec<Vec<Option<Peer>>> =
             (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
-        for low in 0..ranks {
-            for high in peers_of(low, ranks).into_iter().filter(|high| *high > low) {
-                let (here, there) = pair();
-                peers[low][high] = Some(Peer::new(decorate(low, high, here)));
-                peers[high][low] = Some(Peer::new(decorate(high, low, there)));
-            }
+        let pairs = (0..ranks)
+            .flat_map(|low| peers_of(low, ranks).into_iter().map(move |high| (low, high)))
+            .filter(|(low, high)| low < high);
+        for (low, high) in pairs {
+            let (here, there) = pair();
+            peers[low][high] = Some(Peer::new(decorate(low, high, here)));
+            peers[high][low] = Some(Peer::new(decorate(high, low, there)));
         }
         let hosts: Vec<String> = (0..ranks).map(|rank| format!("host-{rank}")).collect();
         thread::scope(|scope| {

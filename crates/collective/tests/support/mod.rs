@@ -68,6 +68,8 @@ impl Job {
 /// Aborts the whole test process when a test takes longer than `seconds`: nothing may hang.
 pub struct Limit(#[expect(dead_code, reason = "dropping it ends the limit")] mpsc::Sender<()>);
 
+#[expect(clippy::print_stderr, reason = "the last thing that this process can say")]
+#[expect(clippy::disallowed_methods, reason = "a test that hangs cannot return an error")]
 impl Limit {
     pub fn seconds(seconds: u64) -> Self {
         let name = thread::current().name().unwrap_or("a test").to_owned();

@@ -113,7 +113,7 @@ pub fn digest<T: Sample>(values: &[T]) -> u64 {
 impl Sample for bool {
     fn sample(random: u64, _: Style, op: ReduceOp) -> Self {
         // Mostly the value that one other value decides about.
-        let rare = random % 8 == 0;
+        let rare = random.is_multiple_of(8);
         if matches!(op, ReduceOp::Sum | ReduceOp::Max) { rare } else { !rare }
     }
 
