@@ -4,7 +4,8 @@
     bench/run.py --quick    a minute: results are checked, ratios are printed, nothing is written
 
 Each repetition runs every contestant on every size, so that what disturbs the machine disturbs all of them. A rank
-rewrites its whole buffer, waits at a barrier, and makes the timed call; the slowest rank's time counts. A time is the
+rewrites its whole buffer, waits at a barrier, makes the timed call and waits again, so that no rank's rewriting keeps
+another that shares its core from seeing the end of the call; the slowest rank's time counts. A time is the
 median over the calls of a repetition, then over repetitions; a ratio is taken within a repetition, then the median.
 """
 

@@ -45,6 +45,7 @@ def measure(block: str, rank: int, ranks: int) -> str:
         start = perf_counter_ns()
         dist.all_reduce(buffer)
         times.append(perf_counter_ns() - start)
+        dist.barrier()
         if call in (-warmups, calls - 1) and not torch.equal(buffer, repeated(total.roll(-shift), count, dtype)):
             raise SystemExit(f"gloo: rank {rank}: wrong result in {block}")
     return " ".join([name, str(size), *map(str, times[warmups:])])

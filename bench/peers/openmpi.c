@@ -108,6 +108,7 @@ int main(int argc, char **argv) {
             MPI_Allreduce(MPI_IN_PLACE, buffer, (int)count, wide ? MPI_FLOAT : MPI_UINT16_T, wide ? MPI_SUM : bf16_sum,
                           MPI_COMM_WORLD);
             const uint64_t nanoseconds = now() - start;
+            MPI_Barrier(MPI_COMM_WORLD);
             if (call >= 0) fprintf(out, " %llu", (unsigned long long)nanoseconds);
             if (call == -warmups || call == calls - 1) check(argv[b], buffer, wide, count, shift);
         }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::sched_yield;
@@ -21,6 +22,7 @@ const RANKS: usize = 16;
 const LANES: usize = 64;
 const CACHE_LINE: usize = 64;
 const SPINS: u32 = 10_000;
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Maps the memory and measures every block.
 pub fn run(job: &Job) -> Result<(), Failure> {
@@ -96,19 +98,23 @@ struct Loop<'a, T> {
 }
 
 impl<T> Loop<'_, T> {
-    fn wait_for_all(&mut self) {
+    fn wait_for_all(&mut self) -> Result<(), Failure> {
         self.mode.round += self.buffers.len() as u64;
         let arrived = &self.mode.shared.header().arrived;
         arrived.fetch_add(1, Ordering::AcqRel);
-        let mut spins = 0;
+        let (mut spins, mut since) = (0, None);
         while arrived.load(Ordering::Acquire) < self.mode.round {
             // Ranks may share a core even where there is one for each.
             if self.mode.crowded || spins > SPINS {
                 sched_yield();
+                if since.get_or_insert_with(Instant::now).elapsed() > LIMIT {
+                    return Err("another rank has not come".into());
+                }
             }
             spins += 1;
             std::hint::spin_loop();
         }
+        Ok(())
     }
 }
 
@@ -126,8 +132,7 @@ impl<T: Number> Contestant<T> for Loop<'_, T> {
         0..self.buffers.len()
     }
     fn barrier(&mut self) -> Result<(), Failure> {
-        self.wait_for_all();
-        Ok(())
+        self.wait_for_all()
     }
     fn call(&mut self) -> Result<(), Failure> {
         // Slices begin on cache lines, so that no two ranks write to the same one.
@@ -145,7 +150,7 @@ impl<T: Number> Contestant<T> for Loop<'_, T> {
         let header = self.mode.shared.header();
         header.start[self.rank].store(start, Ordering::Relaxed);
         header.end[self.rank].store(end, Ordering::Relaxed);
-        self.wait_for_all();
+        self.wait_for_all()?;
         let header = self.mode.shared.header();
         let of = |clocks: &[AtomicU64]| -> Vec<u64> {
             clocks[..self.buffers.len()].iter().map(|clock| clock.load(Ordering::Relaxed)).collect()
@@ -153,9 +158,7 @@ impl<T: Number> Contestant<T> for Loop<'_, T> {
         let (starts, ends) = (of(&header.start), of(&header.end));
         let first = starts.iter().min().ok_or("no ranks")?;
         let last = ends.iter().max().ok_or("no ranks")?;
-        let time = last - first;
-        self.wait_for_all();
-        Ok(time)
+        Ok(last - first)
     }
 }
 

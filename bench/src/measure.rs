@@ -146,7 +146,7 @@ pub trait Contestant<T> {
     fn output(&self) -> &[T];
     /// Whose inputs the result is the sum of.
     fn summed(&self) -> Range<usize>;
-    /// Waits until all ranks have rewritten their inputs; not timed.
+    /// Waits until all ranks have come; not timed.
     fn barrier(&mut self) -> Result<(), Failure>;
     /// The timed call.
     fn call(&mut self) -> Result<(), Failure>;
@@ -156,7 +156,7 @@ pub trait Contestant<T> {
     }
 }
 
-/// Runs one block: rewrite, barrier, timed call. First and last results are checked, every element.
+/// Runs one block: rewrite, barrier, timed call, barrier. First and last results are checked, every element.
 pub fn measure<T: Number>(
     job: &Job,
     block: &Block,
@@ -173,6 +173,8 @@ pub fn measure<T: Number>(
         contestant.call()?;
         let end = nanoseconds();
         let time = contestant.elapsed(start, end)?;
+        // A rank that rewrites its buffer already would keep one that shares its core from seeing the end.
+        contestant.barrier()?;
         if call >= block.warmups {
             times.push(time);
         }

@@ -197,7 +197,7 @@ pub(crate) fn call(
 ) -> io::Result<Authenticated> {
     let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let stream = loop {
-        match TcpStream::connect_timeout(&address, left()) {
+        match TcpStream::connect_timeout(&address, left()).and_then(not_oneself) {
             Err(error) if patient && error.kind() == io::ErrorKind::ConnectionRefused => {
                 if Instant::now() >= deadline {
                     return Err(error);
@@ -215,4 +215,32 @@ pub(crate) fn call(
     stream.flush()?;
     Answer::read(&mut stream)?;
     Ok(stream)
+}
+
+/// Refuses a connection that met itself: while nobody listens on a port, the kernel may give that very port to the
+/// caller, and the two ends are one.
+fn not_oneself(stream: TcpStream) -> io::Result<TcpStream> {
+    if stream.local_addr()? == stream.peer_addr()? {
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketType, bind, connect, getsockname, socket};
+    use std::net::{Ipv4Addr, TcpListener};
+
+    #[test]
+    fn a_connection_to_itself_counts_as_nobody_there() {
+        let end = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&end, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+        connect(&end, &getsockname(&end).unwrap()).unwrap();
+        let refused = not_oneself(TcpStream::from(end)).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        assert!(not_oneself(TcpStream::connect(listener.local_addr().unwrap()).unwrap()).is_ok());
+    }
 }
