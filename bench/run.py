@@ -147,9 +147,6 @@ def start(
 ) -> None:
     """Runs one contestant through the plan."""
     limit, words = options.limit, [str(block) for block in plan]
-    cores: list[int | None] = [None] * case.ranks
-    if options.bind and name != "gloo" and case.ranks <= len(os.sched_getaffinity(0)):
-        cores[:] = sorted(os.sched_getaffinity(0))[: case.ranks]
     environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(programs.folder)}
     if name == "openmpi":
         hosts.run_together([Command(mpirun(case, programs, two, words), environment)], limit)
@@ -158,13 +155,11 @@ def start(
         stride = -(-max(block.size for block in plan) // (2 * MIB)) * 2 * MIB
         with shared_memory(2 * MIB + case.ranks * stride) as memory:
             ranks = rank_commands(name, case, programs, str(memory), words)
-            started = zip(ranks, cores, strict=True)
-            hosts.run_together([Command(argv, environment, core, (memory,)) for argv, core in started], limit)
+            hosts.run_together([Command(argv, environment, (memory,)) for argv in ranks], limit)
     elif two is None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
         ranks = rank_commands(name, case, programs, f"127.0.0.1:{free_port()}", words)
-        started = zip(ranks, cores, strict=True)
-        hosts.run_together([Command(argv, environment, core) for argv, core in started], limit)
+        hosts.run_together([Command(argv, environment) for argv in ranks], limit)
     else:
         environment["GLOO_SOCKET_IFNAME"] = hosts.DEVICE
         ranks = rank_commands(name, case, programs, f"{ADDRESSES[0]}:29500", words)
@@ -236,8 +231,8 @@ def machine_facts(options: argparse.Namespace) -> dict[str, str]:
         facts["Open MPI"] = version(["mpirun", "--version"])
     if not options.worker:
         facts["rustc"] = version(["rustc", "--version"])
-    if options.bind:
-        facts["bound"] = "our ranks and Open MPI's on one host, each to a core of its own"
+    if any(CASES[name].hosts == 2 for name in options.cases):
+        facts["two hosts"] = f"network namespaces and a veth pair, {hosts.CONGESTION}"
     facts["repetitions"] = str(options.repetitions)
     return facts
 
@@ -307,7 +302,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=size_of, metavar="BYTES", help="such as 4 64K 16M")
     parser.add_argument("--repetitions", type=int, help="5, or 1 with --quick")
     parser.add_argument("--limit", type=float, help="seconds one contestant may take for one repetition")
-    parser.add_argument("--bind", action="store_true", help="on one host, our ranks on cores of their own, as mpirun's")
     parser.add_argument("--worker", type=Path, help="a worker that is built already, for a machine without cargo")
     parser.add_argument("--out", type=Path, help="folder for the page, its JSON and its plot")
     parser.add_argument("--name", default="benchmarks", help="name of the JSON and the plot")

@@ -23,8 +23,6 @@ const START: Duration = Duration::from_secs(30);
 // How long to try again before sleeping: short waits end sooner than a sleeper wakes, and a sleeper is often
 // woken on the core of its peer.
 const PATIENCE: Duration = Duration::from_millis(10);
-// Bytes given to the socket at once: reading has its turn while the kernel sends them.
-const WRITE: usize = 1 << 18;
 // Plain text waiting inside rustls: a few records, so that they are encrypted while in the cache.
 const TLS_BUFFER: usize = 1 << 18;
 
@@ -81,9 +79,7 @@ impl Raw {
         loop {
             let (more_sent, more_received) = match &mut self.tls {
                 None => (
-                    progress(sent < send.len(), || {
-                        self.stream.write(&send[sent..send.len().min(sent + WRITE)])
-                    })?,
+                    progress(sent < send.len(), || self.stream.write(&send[sent..]))?,
                     progress(received < receive.len(), || {
                         self.stream.read(&mut receive[received..])
                     })?,

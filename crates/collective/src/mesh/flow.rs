@@ -8,7 +8,7 @@ use crate::{
 use std::ops::Range;
 
 /// Bytes received at a time when they are to be combined: small enough to stay in the cache.
-pub(super) const SEGMENT: usize = 256 << 10;
+pub(super) const SEGMENT: usize = 512 << 10;
 
 /// Where incoming bytes go.
 #[derive(Clone, Copy, Debug)]
