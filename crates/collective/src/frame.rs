@@ -70,6 +70,10 @@ pub enum Purpose {
     Rendezvous = 2,
     /// Descriptors of shared memory, on a Unix socket.
     Memory = 3,
+    /// An agent joins its supervisor.
+    Agent = 4,
+    /// A task talks to its agent, on a Unix socket.
+    Task = 5,
 }
 
 /// The first frame on every connection.
@@ -145,6 +149,8 @@ impl Hello {
             1 => Purpose::Control,
             2 => Purpose::Rendezvous,
             3 => Purpose::Memory,
+            4 => Purpose::Agent,
+            5 => Purpose::Task,
             _ => return Err(FrameError::Field("purpose")),
         };
         let hello = Self {
@@ -159,11 +165,13 @@ impl Hello {
 }
 
 /// The answer to a greeting: nothing, or why it is refused.
-pub(crate) struct Answer;
+pub struct Answer;
 
 impl Answer {
+    /// Longest reason that is read.
     pub const MAX_BYTES: usize = 512;
 
+    /// As bytes; no refusal is a welcome.
     pub fn encode(refusal: Option<&str>) -> Vec<u8> {
         let text =
             refusal.map_or(&[][..], |text| &text.as_bytes()[..text.len().min(Self::MAX_BYTES)]);

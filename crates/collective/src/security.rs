@@ -89,6 +89,16 @@ impl Identity {
         Ok(Self { client: Arc::new(client), server: Arc::new(server), certificate })
     }
 
+    /// The configuration to call another member with.
+    pub fn client(&self) -> Arc<ClientConfig> {
+        Arc::clone(&self.client)
+    }
+
+    /// The configuration to be called by another member with.
+    pub fn server(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.server)
+    }
+
     pub(crate) fn certificate(&self) -> &[u8] {
         &self.certificate
     }
