@@ -21,6 +21,7 @@ DENY := $(TOOLS)/cargo-deny-$(CARGO_DENY_VERSION)/bin/cargo-deny
 RUFF := $(TOOLS)/ruff-$(RUFF_VERSION)/bin/ruff
 PYTHON_SOURCES := $(wildcard bench scripts)
 COLLECTIVE := -p deuteron-collective
+LIBRARIES := $(COLLECTIVE) -p deuteron-gang -p deuteron-cli
 # $(call suite,SECONDS) COMMAND
 suite = scripts/leftovers.py $(1)
 
@@ -53,8 +54,8 @@ format: setup-tools ## write the format that check expects
 	$(RUFF) check --fix $(PYTHON_SOURCES)
 
 test-fast: ## unit, documentation and cheap integration tests, under two minutes once built
-	$(call suite,900) cargo test $(LOCKED) $(COLLECTIVE) --no-run
-	$(call suite,240) cargo test $(LOCKED) $(COLLECTIVE)
+	$(call suite,900) cargo test $(LOCKED) $(LIBRARIES) --no-run
+	$(call suite,240) cargo test $(LOCKED) $(LIBRARIES)
 
 test: check setup-test test-workspace bench-quick ## everything that CI runs, cheapest first
 
