@@ -4,6 +4,7 @@
 //! most [`WAITING_ROOM`] callers are in that state at once; the oldest makes room for the newest.
 
 use crate::{
+    bell::Bell,
     error::{Error, Result},
     frame::{Answer, Hello, Purpose},
     rendezvous::late,
@@ -22,6 +23,9 @@ use std::{
 const GREETING_TIME: Duration = Duration::from_secs(5);
 /// How many callers may be at it at once.
 const WAITING_ROOM: usize = 64;
+
+/// How often a rank that waits for callers looks whether it should go on.
+pub(crate) const NAP: Duration = Duration::from_millis(50);
 
 /// Who has come, and what for.
 pub(crate) struct Caller {
@@ -62,6 +66,7 @@ pub(crate) fn all(
     let mut waiting: Vec<(u64, Instant, TcpStream)> = Vec::new();
     let (report, reports) = mpsc::channel();
     let (admit, mut number) = (&admit, 0u64);
+    let bell = &Bell::new().map_err(|error| Error::system("no bell", error))?;
     thread::scope(|scope| {
         let result = loop {
             for (number, outcome) in reports.try_iter() {
@@ -115,10 +120,12 @@ pub(crate) fn all(
                             .map_err(|why| Refused { address, why: why.to_string() });
                         // The receiver lives until every thread of this scope has ended.
                         let _ = report.send((number, outcome));
+                        bell.ring();
                     });
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    thread::sleep(Duration::from_millis(1));
+                    bell.wait(listener, NAP);
+                    bell.silence();
                 }
                 Err(error) => {
                     tracing::warn!("a connection could not be accepted: {error}");

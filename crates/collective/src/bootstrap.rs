@@ -4,7 +4,8 @@
 //! received each other's memory. A third tells addresses when links over TCP are needed.
 
 use crate::{
-    accept::{self, Caller},
+    accept::{self, Caller, NAP},
+    bell::Bell,
     error::{Error, Result},
     frame::{Hello, Purpose},
     health::EXPLANATION,
@@ -143,14 +144,14 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
     let party = Party { me, generation: rendezvous.generation(), members: &members, segment: fd };
 
     // Higher ranks call lower ones. When all have told how their calls went, no more calls come.
-    let closed = AtomicBool::new(false);
+    let closed = Bell::new().map_err(|error| Error::system("no bell", error))?;
     let (mut neighbours, gathered) = thread::scope(|scope| {
         let accepting = scope.spawn(|| party.accept(&listener, &closed));
         let mut neighbours = party.call();
         let reached: BTreeSet<usize> = neighbours.iter().map(|neighbour| neighbour.rank).collect();
         let message: Vec<u8> = (0..me).map(|rank| u8::from(reached.contains(&rank))).collect();
         let gathered = gather(&message);
-        closed.store(true, Ordering::Release);
+        closed.ring();
         let accepted =
             accepting.join().map_err(|_| Error::Bootstrap("the handover panicked".into()));
         accepted
@@ -310,13 +311,14 @@ impl Party<'_> {
     }
 
     /// Answers neighbours of higher rank until no more can come.
-    fn accept(&self, listener: &UnixListener, closed: &AtomicBool) -> Vec<Neighbour> {
+    fn accept(&self, listener: &UnixListener, closed: &Bell) -> Vec<Neighbour> {
         let mut neighbours: Vec<Neighbour> = Vec::new();
         if listener.set_nonblocking(true).is_err() {
             return neighbours;
         }
+        let mut last = false;
         loop {
-            let last = closed.load(Ordering::Acquire);
+            last |= closed.silence();
             match listener.accept() {
                 Ok((stream, _)) => match Channel::checked(stream)
                     .map_err(|error| Error::system("wrong credentials", error))
@@ -326,7 +328,7 @@ impl Party<'_> {
                     Err(error) => tracing::warn!("refused a handover of memory: {error}"),
                 },
                 Err(_) if last => return neighbours,
-                Err(_) => thread::sleep(Duration::from_micros(200)),
+                Err(_) => closed.wait(listener, NAP),
             }
         }
     }

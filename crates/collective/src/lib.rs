@@ -16,6 +16,7 @@
 
 mod accept;
 mod arena;
+mod bell;
 mod bootstrap;
 mod bucket;
 mod call;
