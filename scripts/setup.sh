@@ -46,7 +46,8 @@ tools() {
     say "tools are ready"
 }
 
-# Open MPI is a peer in the benchmark; ip and tc make hosts out of network namespaces; setpriv drops privileges.
+# Open MPI is a peer in the benchmark; ip and tc make hosts out of network namespaces; setpriv drops privileges; sshd
+# serves the tests that start agents over ssh.
 system() {
     local packages=()
     have cc || packages+=(gcc libc6-dev)
@@ -55,6 +56,8 @@ system() {
     have mpicc || packages+=(libopenmpi-dev)
     # Open MPI looks for a remote shell even when every rank is local.
     have mpirun && have ssh || packages+=(openmpi-bin openssh-client)
+    # Installing it opens a port where an init system starts it, so a machine that is not for this alone is asked first.
+    [ -x /usr/sbin/sshd ] || if [ "${CI:-}" = true ]; then packages+=(openssh-server); fi
     if [ ${#packages[@]} -gt 0 ]; then
         local root=()
         [ "$(id -u)" = 0 ] || root=(sudo)
@@ -75,6 +78,7 @@ system() {
     for command in cc ip tc setpriv mpicc mpirun; do
         have "$command" || missing "$command is not installed: the tests and benchmarks that use it are skipped"
     done
+    [ -x /usr/sbin/sshd ] || missing "/usr/sbin/sshd is not installed (openssh-server): the tests that use it are skipped"
     local namespace="dt-setup-$$" answer
     if answer=$(ip netns add "$namespace" 2>&1); then
         ip netns delete "$namespace"

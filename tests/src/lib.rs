@@ -7,6 +7,12 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails loudly")]
 #![expect(clippy::print_stderr, reason = "what the ranks of a failed test said")]
 
+mod launch;
+mod terminal;
+
+pub use launch::{Ended, Hash, Launch, Process, Stamp, has_socket, script};
+pub use terminal::Terminal;
+
 use deuteron_collective::{Identity, SERVER_NAME};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use std::{
@@ -62,8 +68,14 @@ pub struct Case {
 impl Case {
     /// Begins when no other case of this process runs. After `seconds` the whole process is ended.
     pub fn within(seconds: u64) -> Self {
+        Self::after(|| (), seconds)
+    }
+
+    /// As [`Case::within`], after something that opens what stays open for the rest of this process.
+    pub fn after(prepare: impl FnOnce(), seconds: u64) -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = locked(&ALONE);
+        prepare();
         let name = thread::current().name().unwrap_or("a test").to_owned();
         let descriptors = descriptors();
         let (ended, end) = mpsc::channel();
@@ -77,6 +89,7 @@ impl Case {
                         &format!("process {group} said:\n  {}\n", locked(&said.lines).join("\n  "));
                     end_process_group(*group);
                 }
+                launch::end_marked(&launch::own_mark());
                 let _ = std::io::stderr().write_all(text.as_bytes());
                 own_namespaces().iter().for_each(|name| drop(ip(&["netns", "delete", name])));
                 #[expect(
@@ -111,6 +124,7 @@ impl Drop for Case {
 
 fn left_over(descriptors_before: &[String]) -> Vec<String> {
     let mut left: Vec<String> = own_namespaces();
+    left.extend(launch::marked(&launch::own_mark()).iter().map(|process| format!("{process:?}")));
     let groups = locked(&STARTED);
     for process in fs::read_dir("/proc").unwrap().flatten() {
         let Ok(stat) = fs::read_to_string(process.path().join("stat")) else { continue };
@@ -218,6 +232,12 @@ pub fn read_identity(directory: &Path) -> deuteron_collective::Result<Identity> 
     Identity::from_pem(&authority, &chain, &key)
 }
 
+/// Says why a test is skipped, or fails with `CI=true`, where that would hide a failure.
+pub fn skip(why: &str) {
+    assert!(!std::env::var("CI").is_ok_and(|ci| ci == "true"), "{why}");
+    eprintln!("skipped: {why}");
+}
+
 fn ip(arguments: &[&str]) -> Result<String, String> {
     let output = Command::new("ip").args(arguments).output().map_err(|error| error.to_string())?;
     match output.status.success() {
@@ -246,13 +266,13 @@ impl Hosts {
     pub fn new(count: usize) -> Option<Self> {
         let hosts = Self { prefix: format!("dt-{}-{}", id(), unique()), count };
         let made = hosts.make();
-        if let Err(why) = made {
-            let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
-            assert!(!ci, "no network namespaces: {why}");
-            eprintln!("skipped: no network namespaces: {why}");
-            return None;
+        match made {
+            Ok(()) => Some(hosts),
+            Err(why) => {
+                skip(&format!("no network namespaces: {why}"));
+                None
+            }
         }
-        Some(hosts)
     }
 
     fn make(&self) -> Result<(), String> {
@@ -690,10 +710,15 @@ mod tests {
         assert_eq!(left_over(&before), Vec::<String>::new());
         let file = fs::File::open("/proc/self/stat").unwrap();
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut far = Command::new("setsid");
+        let stamp = Stamp::on(&mut far);
+        assert!(far.args(["--fork", "sleep", "61"]).status().unwrap().success());
         let left = left_over(&before);
+        drop(stamp);
         child.kill().unwrap();
         child.wait().unwrap();
         drop(file);
+        assert!(left.iter().any(|line| line.contains("61") || line.contains("setsid")), "{left:?}");
         assert!(
             left.iter().any(|line| line.contains("descriptor of") && line.contains("stat")),
             "{left:?}"

@@ -9,7 +9,8 @@ use crate::{
     discovery::discover,
     identity::Credentials,
     net::{
-        Bound, Door, Duplex, accept_here, call, greet, listen_here, read, socket_name, speak, write,
+        Bound, Door, Duplex, Spoken, accept_here, call, greet, listen_here, read, socket_name,
+        speak, write,
     },
     output::{Last, forward},
     process::{Handle, Program, Started},
@@ -25,7 +26,10 @@ use deuteron_collective::{
 use rustls::pki_types::ServerName;
 use std::{
     collections::BTreeMap,
-    io::{self, BufRead},
+    io::{
+        self, BufRead,
+        ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof},
+    },
     net::{IpAddr, Ipv4Addr, SocketAddr},
     os::linux::net::SocketAddrExt,
     sync::Arc,
@@ -39,6 +43,7 @@ use tokio::{
         watch,
     },
     task::JoinSet,
+    time::{timeout, timeout_at},
 };
 use tokio_rustls::TlsConnector;
 
@@ -58,6 +63,7 @@ pub fn serve_stdin() -> Result<()> {
         ))
     })?;
     crate::process::adopt_orphans()?;
+    crate::process::open_more();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -141,19 +147,32 @@ pub(crate) async fn dial(
     let connector = TlsConnector::from(credentials.identity()?.client());
     let name =
         ServerName::try_from(SERVER_NAME).map_err(|error| Error::Invalid(error.to_string()))?;
+    let until = now() + DIAL;
     let mut tried = Vec::new();
-    for address in guess.iter().chain(addresses) {
-        let attempt = async {
-            let stream = TcpStream::connect(address).await?;
-            stream.set_nodelay(true)?;
-            let own = stream.local_addr()?.ip();
-            io::Result::Ok((connector.connect(name.clone(), stream).await?, own))
-        };
-        match tokio::time::timeout(DIAL, attempt).await {
-            Ok(Ok(connected)) => return Ok(connected),
-            Ok(Err(error)) => tried.push(format!("{address}: {error}")),
-            Err(_) => tried.push(format!("{address}: no answer")),
+    loop {
+        let mut crowded = false;
+        tried.clear();
+        for address in guess.iter().chain(addresses) {
+            let attempt = async {
+                let stream = TcpStream::connect(address).await?;
+                stream.set_nodelay(true)?;
+                let own = stream.local_addr()?.ip();
+                io::Result::Ok((connector.connect(name.clone(), stream).await?, own))
+            };
+            match timeout(DIAL, attempt).await {
+                Ok(Ok(connected)) => return Ok(connected),
+                Ok(Err(error)) => {
+                    crowded |= matches!(error.kind(), ConnectionReset | UnexpectedEof | BrokenPipe);
+                    tried.push(format!("{address}: {error}"));
+                }
+                Err(_) => tried.push(format!("{address}: no answer")),
+            }
         }
+        // A door with too many callers drops some (DOOR-1).
+        if !crowded || now() > until {
+            break;
+        }
+        tokio::time::sleep(TICK).await;
     }
     Err(Error::NotAssembled(format!(
         "the supervisor cannot be reached ({}): name an interface that this host can reach (--interface)",
@@ -241,7 +260,7 @@ pub(crate) async fn serve(
         }
     });
     let beat = FromAgent::Beat;
-    let _writer = Bound::spawn(speak(outgoing, move |cx| messages.poll_recv(cx), beat));
+    let writer = Bound::spawn(speak(outgoing, move |cx| messages.poll_recv(cx), beat));
 
     let (local, mut events) = mpsc::channel(256);
     let mut agent = Agent {
@@ -257,6 +276,7 @@ pub(crate) async fn serve(
         kill_at: None,
         paused: false,
     };
+    let silence = || format!("no sign of life from the supervisor for {} s", PATIENCE.as_secs());
     let mut gone = std::pin::pin!(gone);
     let (mut heard, mut ticked) = (now(), now());
     let mut ticks = tokio::time::interval(TICK);
@@ -266,28 +286,40 @@ pub(crate) async fn serve(
                 heard = now();
                 match order {
                     Some(ToAgent::Leave) => break None,
-                    Some(order) => agent.obey(order).await,
+                    Some(order) => {
+                        // What cannot be said for so long has nobody to hear it.
+                        if timeout(PATIENCE, agent.obey(order)).await.is_err() {
+                            break Some(silence());
+                        }
+                    }
                     None => break Some("the connection to the supervisor is gone".to_owned()),
                 }
             }
-            Some((generation, event)) = events.recv() => agent.note(generation, event).await,
+            Some((generation, event)) = events.recv() => {
+                if timeout_at((heard + PATIENCE).into(), agent.note(generation, event)).await.is_err() {
+                    break Some(silence());
+                }
+            }
             reason = &mut gone => break Some(reason),
             _ = ticks.tick() => {
                 let slept = now() - ticked;
                 ticked = now();
                 if slept > OVERSLEPT || agent.paused {
-                    heard += slept;
+                    heard = ticked.min(heard + slept);
                     agent.forgive(slept);
                 }
-                agent.look().await;
-                if (now() - heard) > PATIENCE {
-                    break Some(format!("no sign of life from the supervisor for {} s", PATIENCE.as_secs()));
+                let looked = timeout_at((heard + PATIENCE).into(), agent.look()).await;
+                if looked.is_err() || (now() - heard) > PATIENCE {
+                    break Some(silence());
                 }
             }
         }
     };
     // Nobody reads output any more; tasks must not block on it.
     agent.credit.close();
+    if agent.out.capacity() == 0 {
+        drop(writer);
+    }
     if let Some(reason) = reason {
         agent.end(&reason);
         while !agent.running.is_empty() {
@@ -385,7 +417,7 @@ impl Agent {
             let _ = over.send(true);
             if ending != Ending::Exited(0) {
                 // Its last words are worth a moment; a terminal that shows nothing is not.
-                let _ = tokio::time::timeout(TICK, drain(&mut pumps)).await;
+                let _ = timeout(TICK, drain(&mut pumps)).await;
                 let failed = Local::Failed { rank, ending: ending.clone() };
                 let _ = local.send((generation, failed)).await;
             }
@@ -532,7 +564,7 @@ async fn task_door(
     loop {
         let mut stream = accept_here(&listener).await;
         let local = local.clone();
-        door.admit("this machine".into(), async move {
+        door.admit("this machine".into(), Spoken::default(), async move {
             let admit = |hello: &Hello| match hello.purpose {
                 Purpose::Task => Ok(()),
                 _ => Err("it is no task".to_owned()),

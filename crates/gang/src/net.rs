@@ -2,6 +2,8 @@
 //!
 //! - DOOR-1: until a caller has proved who it is it costs one bounded buffer, has five seconds, and is one of at most 256;
 //!   the oldest makes room for the newest.
+//! - DOOR-2: those who have said nothing make room first. While all are busy greeting (a thousand agents at once) the
+//!   next one waits up to a second.
 
 use crate::protocol::{BEAT, MAX_FRAME};
 use deuteron_collective::frame::{Answer, Hello};
@@ -12,6 +14,10 @@ use std::{
     future::{Future, poll_fn},
     io,
     os::{linux::net::SocketAddrExt, unix::net::SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -19,12 +25,16 @@ use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{UnixListener, UnixStream},
     task::{AbortHandle, JoinHandle},
+    time::Instant,
 };
 
 /// How long a caller may take to greet.
 pub(crate) const GREETING: Duration = Duration::from_secs(5);
 /// Most callers that have not greeted yet.
 const STRANGERS: usize = 256;
+/// While others wait: how long one may be busy, and how long it may say nothing.
+const BUSY: Duration = Duration::from_secs(1);
+const QUIET: Duration = Duration::from_millis(50);
 
 /// Both directions of a connection.
 pub(crate) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin + 'static {}
@@ -154,39 +164,83 @@ pub(crate) async fn accept_here(listener: &UnixListener) -> UnixStream {
     }
 }
 
-/// Greetings in progress (DOOR-1).
+/// Greetings in progress, the oldest first (DOOR-1, DOOR-2).
 #[derive(Default)]
 pub(crate) struct Door {
-    waiting: VecDeque<JoinHandle<()>>,
+    waiting: VecDeque<Caller>,
+}
+
+struct Caller {
+    from: String,
+    since: Instant,
+    spoken: Spoken,
+    greeting: JoinHandle<()>,
+}
+
+impl Caller {
+    fn is_quiet(&self) -> bool {
+        !self.spoken.0.load(Relaxed) && self.since.elapsed() >= QUIET
+    }
+}
+
+/// Whether a caller has said anything.
+#[derive(Clone, Default)]
+pub(crate) struct Spoken(Arc<AtomicBool>);
+
+impl Spoken {
+    pub fn set(&self) {
+        self.0.store(true, Relaxed);
+    }
 }
 
 impl Door {
+    /// Waits while everybody is busy greeting, but not for long.
+    pub async fn room(&mut self) {
+        loop {
+            self.waiting.retain(|caller| !caller.greeting.is_finished());
+            let oldest = self.waiting.front().map_or(BUSY, |caller| caller.since.elapsed());
+            let quiet = self.waiting.iter().any(Caller::is_quiet);
+            if self.waiting.len() < STRANGERS || quiet || oldest >= BUSY {
+                return;
+            }
+            tokio::time::sleep(QUIET / 4).await;
+        }
+    }
+
     /// Lets one more caller try, under the time limit.
     pub fn admit(
         &mut self,
         from: String,
+        spoken: Spoken,
         greeting: impl Future<Output = io::Result<()>> + Send + 'static,
     ) {
-        self.waiting.retain(|caller| !caller.is_finished());
+        self.waiting.retain(|caller| !caller.greeting.is_finished());
         while self.waiting.len() >= STRANGERS {
-            if let Some(oldest) = self.waiting.pop_front() {
-                oldest.abort();
+            let quiet = self.waiting.iter().position(Caller::is_quiet);
+            if let Some(oldest) = self.waiting.remove(quiet.unwrap_or(0)) {
+                oldest.greeting.abort();
+                refuse(&oldest.from, "others came after it");
             }
         }
-        self.waiting.push_back(tokio::spawn(async move {
-            let refused = match tokio::time::timeout(GREETING, greeting).await {
-                Ok(Ok(())) => return,
-                Ok(Err(error)) => error.to_string(),
-                Err(_) => "it has not said who it is".to_owned(),
-            };
-            tracing::warn!("refused a connection from {from}: {refused}");
-        }));
+        let name = from.clone();
+        let greeting = tokio::spawn(async move {
+            match tokio::time::timeout(GREETING, greeting).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => refuse(&name, &error.to_string()),
+                Err(_) => refuse(&name, "it has not said who it is"),
+            }
+        });
+        self.waiting.push_back(Caller { from, since: Instant::now(), spoken, greeting });
     }
+}
+
+fn refuse(from: &str, why: &str) {
+    tracing::warn!("refused a connection from {from}: {why}");
 }
 
 impl Drop for Door {
     fn drop(&mut self) {
-        self.waiting.iter().for_each(JoinHandle::abort);
+        self.waiting.iter().for_each(|caller| caller.greeting.abort());
     }
 }
 

@@ -3,8 +3,8 @@
 
 use crate::{Ending, Error, Result, Stream, discovery::visible, protocol::Assignment};
 use rustix::process::{
-    Pid, Signal, WaitOptions, getpid, kill_process_group, set_child_subreaper,
-    set_parent_process_death_signal, wait,
+    Pid, Resource, Rlimit, Signal, WaitOptions, getpid, getrlimit, kill_process_group,
+    set_child_subreaper, set_parent_process_death_signal, setrlimit, wait,
 };
 use std::{
     ffi::{OsStr, OsString},
@@ -13,6 +13,7 @@ use std::{
     path::Path,
     pin::Pin,
     process::Stdio,
+    sync::OnceLock,
     time::{Duration, Instant},
 };
 use tokio::{io::AsyncRead, process::Command};
@@ -104,10 +105,14 @@ impl Program {
             command.current_dir(directory);
         }
         let agent = getpid();
-        // SAFETY: two system calls that are safe between fork and exec, and no memory is touched.
+        let descriptors = DESCRIPTORS.get().copied();
+        // SAFETY: a few system calls that are safe between fork and exec, and no memory is touched.
         unsafe {
             command.pre_exec(move || {
                 set_parent_process_death_signal(Some(Signal::KILL))?;
+                if let Some(limit) = descriptors {
+                    setrlimit(Resource::Nofile, limit)?;
+                }
                 // The agent may have died before the signal was asked for.
                 if rustix::process::getppid() != Some(agent) {
                     return Err(std::io::ErrorKind::Interrupted.into());
@@ -182,6 +187,16 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// What this process could open before [`open_more`].
+static DESCRIPTORS: OnceLock<Rlimit> = OnceLock::new();
+
+/// Lets this process have as many descriptors as it may: a task takes three. Tasks keep the limit of before.
+pub(crate) fn open_more() {
+    let limit = *DESCRIPTORS.get_or_init(|| getrlimit(Resource::Nofile));
+    // Where it is refused, a task that cannot be started says so.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Makes what tasks leave behind children of this process (AGENT-1).

@@ -18,6 +18,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// When a failure is told although tasks are still ending; mostly they have ended by then.
+const AT_ONCE: Duration = Duration::from_millis(300);
+
 /// What the machine is told.
 #[derive(Debug)]
 pub(crate) enum Input {
@@ -97,9 +100,20 @@ struct Attempt {
 
 #[derive(Debug)]
 enum Phase {
-    Assembling { generation: u64, since: Instant, not_before: Instant },
+    Assembling {
+        generation: u64,
+        since: Instant,
+        not_before: Instant,
+    },
     Running(Attempt),
-    Ending { attempt: Attempt, error: Error, again: bool, until: Instant },
+    /// At `tell` the user learns of a failure, if its error has not come first.
+    Ending {
+        attempt: Attempt,
+        error: Error,
+        again: bool,
+        until: Instant,
+        tell: Option<Instant>,
+    },
     Over,
 }
 
@@ -124,8 +138,11 @@ impl Machine {
             paused: false,
             actions: Vec::new(),
         };
-        let launches = (0..machine.members.len()).map(Action::Launch).collect();
-        (machine, launches)
+        let missing = machine.terms.hosts.iter().map(|host| host.name.clone()).collect();
+        let waiting = Event::Assembling { joined: Vec::new(), missing };
+        let launches = (0..machine.members.len()).map(Action::Launch);
+        let actions = launches.chain([Action::Emit(waiting)]).collect();
+        (machine, actions)
     }
 
     /// One step.
@@ -403,12 +420,25 @@ impl Machine {
         let generation = attempt.generation;
         let reason = error.to_string();
         let until = now + self.terms.grace + SILENCE;
-        self.phase = Phase::Ending { attempt, error, again, until };
+        let tell = again.then(|| now + AT_ONCE);
+        self.phase = Phase::Ending { attempt, error, again, until, tell };
         self.tell_all(|| ToAgent::End { generation, reason: reason.clone() });
         self.conclude_if_ended(now);
     }
 
+    /// Names a failure while the other tasks take their time to end.
+    fn tell(&mut self, now: Instant) {
+        let Phase::Ending { attempt, error, tell, .. } = &mut self.phase else { return };
+        if tell.take_if(|at| now >= *at).is_some() {
+            let what = error.to_string();
+            let what = what.lines().next().unwrap_or_default();
+            let text = format!("{what}; waiting for {} more to end", attempt.alive.len());
+            self.note(text);
+        }
+    }
+
     fn interrupt(&mut self, now: Instant, reason: String) {
+        self.tell(now + AT_ONCE);
         if let Phase::Ending { again, error, .. } = &mut self.phase {
             *again = false;
             *error = Error::Interrupted(reason);
@@ -503,6 +533,7 @@ impl Machine {
             self.actions.push(Action::Dismiss(agent));
             self.gone(now, agent, &format!("gave no sign of life for {}", seconds(SILENCE)));
         }
+        self.tell(now);
         match &mut self.phase {
             Phase::Assembling { since, .. }
                 if now.saturating_duration_since(*since) > self.terms.start_limit =>

@@ -7,7 +7,7 @@ use crate::{
     Error, Event, Host, Job, Outcome, Result,
     identity::{Authority, Token, token},
     launch::{Launched, Tell},
-    net::{Bound, Door, Duplex, accept_here, greet, listen_here, read, socket_name, speak},
+    net::{Bound, Door, Duplex, Spoken, accept_here, greet, listen_here, read, socket_name, speak},
     protocol::{FromAgent, Hand, Invitation, Meeting, ToAgent},
     state::{Action, Input, Machine, Terms},
 };
@@ -34,6 +34,8 @@ const TICK: Duration = Duration::from_millis(100);
 const CREDIT: (u32, u32, u32) = (64 << 20, 128 << 10, 4 << 20);
 /// How long agents may take to leave when the job is over.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// Calls that the system keeps until they are taken.
+const QUEUE: i32 = 4096;
 /// After a connection has closed: how long the news of why its process ended may take.
 const OBITUARY: Duration = Duration::from_millis(300);
 
@@ -204,6 +206,9 @@ impl Doors {
         if !job.hosts.iter().all(Host::is_here) {
             let authority = Authority::new()?;
             let listener = listen(job.interface.as_deref()).await?;
+            // The usual queue of 128 would make most of a thousand agents wait for a second or more.
+            rustix::net::listen(&listener, QUEUE)
+                .map_err(|error| Error::system("no port", error))?;
             let local = listener.local_addr().map_err(|error| Error::system("no port", error))?;
             let acceptor = TlsAcceptor::from(authority.issue()?.identity()?.server());
             let door = remote_door(listener, acceptor, Arc::clone(&roster), report.clone());
@@ -458,7 +463,9 @@ async fn local_door(listener: UnixListener, roster: Roster, report: mpsc::Sender
     loop {
         let stream = accept_here(&listener).await;
         let (roster, report) = (Arc::clone(&roster), report.clone());
-        door.admit("this machine".into(), async move { welcome(stream, &roster, report).await });
+        door.admit("this machine".into(), Spoken::default(), async move {
+            welcome(stream, &roster, report).await
+        });
     }
 }
 
@@ -470,13 +477,17 @@ async fn remote_door(
 ) {
     let mut door = Door::default();
     loop {
+        door.room().await;
         // Out of descriptors, say: strangers will have gone after a while.
         let Ok((stream, address)) = listener.accept().await else {
             tokio::time::sleep(TICK).await;
             continue;
         };
         let (acceptor, roster, report) = (acceptor.clone(), Arc::clone(&roster), report.clone());
-        door.admit(address.to_string(), async move {
+        let spoken = Spoken::default();
+        door.admit(address.to_string(), spoken.clone(), async move {
+            stream.peek(&mut [0]).await?;
+            spoken.set();
             stream.set_nodelay(true)?;
             welcome(acceptor.accept(stream).await?, &roster, report).await
         });
@@ -589,3 +600,5 @@ fn route_to(host: &str) -> Option<IpAddr> {
 mod scale;
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod strangers;

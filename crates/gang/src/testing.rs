@@ -1,8 +1,9 @@
 //! What the tests of this crate share: a time limit that kills, tasks that are not processes, and a log to look at.
 
 use crate::{
-    Ending, Result,
+    Ending, Result, Stream,
     agent::Starter,
+    net::Bound,
     process::{Handle, Started},
     protocol::Hand,
 };
@@ -14,7 +15,7 @@ use std::{
     thread,
     time::Duration,
 };
-use tokio::sync::watch;
+use tokio::{io::AsyncWriteExt, sync::watch};
 use tracing::{
     Event, Metadata, Subscriber,
     field::{Field, Visit},
@@ -27,7 +28,6 @@ pub(crate) struct Limit(
 );
 
 impl Limit {
-    #[expect(clippy::print_stderr, reason = "the last thing that this process can say")]
     #[expect(clippy::disallowed_methods, reason = "a test that hangs cannot return an error")]
     pub fn seconds(seconds: u64) -> Self {
         let name = thread::current().name().unwrap_or("a test").to_owned();
@@ -78,6 +78,40 @@ impl Tasks {
     /// Ends those that run.
     pub fn end(&self, ending: &Ending) {
         self.all().iter().for_each(|task| finish(task, ending.clone()));
+    }
+
+    /// Ends the one that was started first, if it runs.
+    pub fn end_first(&self, ending: &Ending) {
+        self.all().iter().take(1).for_each(|task| finish(task, ending.clone()));
+    }
+
+    /// Starts them; each writes a line whenever some time has passed.
+    pub fn talking_starter(
+        &self,
+        every: Duration,
+        line: impl Fn() -> String + Clone + Send + 'static,
+    ) -> Starter {
+        let start = self.starter();
+        Box::new(move |program| {
+            let Started { handle, ending, .. } = start(program)?;
+            let (mut near, far) = tokio::io::duplex(1024);
+            let line = line.clone();
+            let talk = Bound::spawn(async move {
+                let mut ticks = tokio::time::interval(every);
+                loop {
+                    ticks.tick().await;
+                    if near.write_all(line().as_bytes()).await.is_err() {
+                        return;
+                    }
+                }
+            });
+            let ending = Box::pin(async move {
+                let ending = ending.await;
+                drop(talk);
+                ending
+            });
+            Ok(Started { handle, outputs: vec![(Stream::Stdout, Box::new(far))], ending })
+        })
     }
 
     /// Starts them; they end at once when they are asked to.
@@ -136,10 +170,9 @@ impl Drop for Pretended {
 pub(crate) struct Log(Arc<Mutex<Vec<String>>>);
 
 impl Log {
-    /// How many lines contain a text.
-    pub fn count(&self, text: &str) -> usize {
-        let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        lines.iter().filter(|line| line.contains(text)).count()
+    /// How many lines there are.
+    pub fn count(&self) -> usize {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// All of them.

@@ -426,7 +426,8 @@ impl World {
                     }
                 }
                 Action::Send(agent, message) => {
-                    let there = self.agents[agent].at == Where::Joined || self.lost.contains(&agent);
+                    let there =
+                        self.agents[agent].at == Where::Joined || self.lost.contains(&agent);
                     assert!(there, "{message:?} to nobody");
                     match message {
                         ToAgent::Gathered(gathered) => {

@@ -53,8 +53,13 @@ async fn invited(
                 }
             };
             let hand = hand(&name(host), invitation.slots);
+            // Tasks that talk need credit, of which the simulated sink gives none back.
+            let starter = match invitation.slots {
+                1 => tasks.starter(),
+                _ => tasks.talking_starter(Duration::from_millis(1), || "x\n".to_owned()),
+            };
             let gone = std::future::pending();
-            let _ = agent::serve(stream, &invitation, hand, tasks.starter(), gone).await;
+            let _ = agent::serve(stream, &invitation, hand, starter, gone).await;
             left.lock().unwrap().push(turmoil::sim_elapsed().unwrap());
         });
     }
@@ -72,7 +77,9 @@ async fn doors() -> turmoil::Result<Doors> {
         let mut door = Door::default();
         while let Ok((stream, address)) = listener.accept().await {
             let (known, told) = (Arc::clone(&known), told.clone());
-            door.admit(address.to_string(), async move { welcome(stream, &known, told).await });
+            door.admit(address.to_string(), crate::net::Spoken::default(), async move {
+                welcome(stream, &known, told).await
+            });
         }
     });
     Ok(Doors { roster, report, news, here: String::new(), there: None, _open: vec![open] })
@@ -81,6 +88,12 @@ async fn doors() -> turmoil::Result<Doors> {
 impl Cluster {
     /// A supervisor and hosts with one slot each.
     fn new(hosts: usize, restarts: u32, slowest: Duration, seed: u64) -> Self {
+        Self::with(&vec![1; hosts], restarts, slowest, seed)
+    }
+
+    /// The same with more slots; where there are several, tasks talk.
+    fn with(slots: &[u32], restarts: u32, slowest: Duration, seed: u64) -> Self {
+        let hosts = slots.len();
         let mut builder = Builder::new();
         builder
             .enable_tokio_io()
@@ -89,8 +102,9 @@ impl Cluster {
             .max_message_latency(slowest)
             .rng_seed(seed);
         let mut sim = builder.build();
-        let mut job = Job::local(hosts, ["true"]);
-        job.hosts = (0..hosts).map(|host| Host { name: name(host), slots: 1 }).collect();
+        let mut job = Job::local(slots.iter().sum::<u32>() as usize, ["true"]);
+        let host = |(host, slots): (usize, &u32)| Host { name: name(host), slots: *slots };
+        job.hosts = slots.iter().enumerate().map(host).collect();
         job.start_limit = Duration::from_secs(30);
         job.restarts = Restarts { most: restarts, ..Restarts::default() };
         let (mut tasks, mut left, mut invite) = (Vec::new(), Vec::new(), Vec::new());
@@ -303,4 +317,19 @@ fn an_agent_that_hears_nothing_ends_its_tasks_after_thirty_seconds_though_it_is_
         "{error}"
     );
     assert_eq!(cluster.running(), [0, 0]);
+}
+
+#[test]
+fn an_agent_that_cannot_get_rid_of_its_news_ends_its_tasks_all_the_same() {
+    let _limit = Limit::seconds(60);
+    let mut cluster = Cluster::with(&[1, 2], 0, Duration::from_millis(100), 6);
+    cluster.until_running(0);
+    cluster.hold(1);
+    // Whatever lies between the tasks and the network fills up.
+    cluster.pass(4);
+    cluster.tasks[1].end_first(&Ending::Exited(3));
+    cluster.pass(22);
+    assert_eq!(cluster.running(), [0, 1]);
+    cluster.until(10, |cluster| cluster.running() == [0, 0]);
+    cluster.until(10, |cluster| !cluster.left[1].lock().unwrap().is_empty());
 }

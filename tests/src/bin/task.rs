@@ -1,0 +1,166 @@
+//! A task of a gang: does what its first argument says, and prints what it sees.
+//!
+//! | mode | does |
+//! |---|---|
+//! | `meet` | uses the whole barrier context once, and measures a barrier |
+//! | `wait` | says `READY process socket`, and waits to be ended |
+//! | `tick` | prints a number every 20 ms |
+//! | `reduce N` | adds up tensors N times, or for ever with 0 |
+//! | `print N` | prints N megabytes in lines of any length, and on standard error their hash |
+//! | `fail TEXT` | says why it fails, and exits with 3 |
+//! | `alone` | rank 0 returns at once, the others wait for it |
+//! | `result N` | returns N bytes |
+#![expect(unsafe_code, reason = "alarm is C's")]
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a program that tells its test what it sees"
+)]
+
+use deuteron_chaos::Hash;
+use deuteron_collective::{GroupOptions, ReduceOp};
+use deuteron_gang::{Error, Result, Task, TaskInfo};
+use std::{
+    io::Write,
+    process::ExitCode,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Whatever goes wrong, no task lives longer than this.
+const LIFETIME_SECONDS: u32 = 150;
+const LIMIT: Option<Duration> = Some(Duration::from_secs(30));
+
+fn main() -> ExitCode {
+    // SAFETY: no handler is set; the signal ends the process.
+    unsafe { libc::alarm(LIFETIME_SECONDS) };
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let mode = words.first().map_or("", String::as_str);
+    let word = words.get(1).map_or("", String::as_str);
+    let number: usize = word.parse().unwrap_or_default();
+    let done = Task::from_environment().and_then(|task| match mode {
+        "meet" => meet(&task),
+        "wait" => wait(&task),
+        "tick" => tick(&task),
+        "reduce" => reduce(&task, number),
+        "print" => print(&task, number),
+        "fail" => {
+            task.set_failure(word)?;
+            Err(Error::Invalid("this is only its standard error".into()))
+        }
+        "alone" if task.rank() == 0 => Ok(()),
+        "alone" => task.barrier(LIMIT),
+        "result" => {
+            let byte = task.rank() as u8;
+            task.set_result(&vec![byte; number])
+        }
+        _ => Err(Error::Invalid(format!("there is no mode {mode:?}"))),
+    });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("ERROR {error}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+fn describe(info: &TaskInfo) -> String {
+    let devices: Vec<String> = info
+        .accelerators
+        .iter()
+        .map(|device| format!("{}/{}:{}", device.kind, device.model, device.index))
+        .collect();
+    let TaskInfo { rank, local_rank, local_size, cross_rank, cross_size, host, address, .. } = info;
+    let devices = devices.join(",");
+    format!(
+        "rank={rank} local={local_rank}/{local_size} cross={cross_rank}/{cross_size} host={host} \
+         address={address} devices={devices}"
+    )
+}
+
+fn meet(task: &Task) -> Result<()> {
+    for info in task.infos() {
+        println!("INFO {}", describe(info));
+    }
+    println!("OWN {}", describe(task.info()));
+    let message = format!("{} of {}", task.rank(), task.size());
+    let all = task.all_gather(message.as_bytes(), LIMIT)?;
+    let all: Vec<String> = all.iter().map(|text| String::from_utf8_lossy(text).into()).collect();
+    println!("GATHERED {}", all.join(", "));
+
+    let mut times = Vec::new();
+    for _ in 0..1000 {
+        let start = Instant::now();
+        task.barrier(LIMIT)?;
+        times.push(start.elapsed());
+    }
+    times.sort();
+    println!("BARRIER {}", times[times.len() / 2].as_micros());
+    // Two groups, one after the other.
+    (0..2).try_for_each(|_| reduce(task, 3))
+}
+
+fn wait(task: &Task) -> Result<()> {
+    task.barrier(LIMIT)?;
+    let socket = std::env::var("DEUTERON_TASK").unwrap_or_default();
+    println!("READY {} {socket}", std::process::id());
+    thread::sleep(Duration::from_secs(u64::from(LIFETIME_SECONDS)));
+    Ok(())
+}
+
+fn tick(task: &Task) -> Result<()> {
+    task.barrier(LIMIT)?;
+    println!("READY {}", std::process::id());
+    for number in 0.. {
+        println!("TICK {number}");
+        thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+fn reduce(task: &Task, rounds: usize) -> Result<()> {
+    let group = task.group(GroupOptions::default())?;
+    let mut round = 0;
+    while rounds == 0 || round < rounds {
+        let mut tensor = vec![task.rank() as f32 + 1.0; 100_000];
+        group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+        let sum = (1..=task.size()).sum::<usize>() as f32;
+        if tensor.iter().any(|element| *element != sum) {
+            println!("WRONG RESULT {:?}", &tensor[..4]);
+        }
+        round += 1;
+        if round == 3 {
+            println!("REDUCED shares_memory={}", group.shares_memory());
+        }
+    }
+    Ok(())
+}
+
+fn print(task: &Task, megabytes: usize) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let failed = |error| Error::System { what: "standard output".into(), error };
+    let (mut hash, mut printed, mut line, mut number) = (Hash::default(), 0, Vec::new(), 0usize);
+    let mut random = task.rank() as u64 + 1;
+    while printed < megabytes << 20 {
+        random =
+            random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // Mostly short lines; some that fill several pages, one in a while that nearly fills a piece.
+        let length = match random >> 60 {
+            0 => (random >> 40) as usize % 60_000,
+            1..5 => (random >> 40) as usize % 5000,
+            _ => (random >> 40) as usize % 200,
+        };
+        line.clear();
+        let _ = write!(line, "{number} of rank {} ", task.rank());
+        line.resize(line.len() + length, b'a' + (random >> 33) as u8 % 26);
+        line.push(b'\n');
+        hash.add(&line);
+        out.write_all(&line).map_err(failed)?;
+        printed += line.len();
+        number += 1;
+    }
+    out.flush().map_err(failed)?;
+    eprintln!("PRINTED {printed} {}", hash.value());
+    Ok(())
+}
