@@ -62,6 +62,7 @@ pub fn serve_stdin() -> Result<()> {
             "standard input holds no invitation: {error}; agents are started by deuteron run"
         ))
     })?;
+    crate::process::start_warden()?;
     crate::process::adopt_orphans()?;
     crate::process::open_more();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -72,6 +73,7 @@ pub fn serve_stdin() -> Result<()> {
     let found = discover(&invitation.discovery);
     let hand = |address| Hand {
         host: host_name(),
+        machine: boot_id(),
         slots: invitation.slots,
         cores: cores(),
         address,
@@ -468,10 +470,10 @@ impl Agent {
                     }
                     FromTask::Failed(text) => {
                         if let Some(task) = self.running.get_mut(&rank) {
-                            task.traceback = Some(text);
+                            task.traceback = Some(text.clone());
                         }
                         let _ = line.send(ToTask::Taken);
-                        return;
+                        FromAgent::Confessed { generation, rank, traceback: text }
                     }
                     FromTask::Result(piece) => {
                         if piece.is_empty() {
@@ -602,6 +604,11 @@ async fn talk(stream: UnixStream, generation: u64, rank: usize, local: mpsc::Sen
 /// The time, which a simulation may have set.
 fn now() -> Instant {
     tokio::time::Instant::now().into_std()
+}
+
+/// What only this machine has, until it starts again.
+fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
 fn host_name() -> String {

@@ -83,6 +83,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether another task's failure may be behind it.
+    pub(crate) fn may_follow(&self) -> bool {
+        matches!(self, Self::Collective(_) | Self::Ended(_))
+    }
+
     pub(crate) fn system(what: impl Into<String>, error: impl Into<io::Error>) -> Self {
         Self::System { what: what.into(), error: error.into() }
     }

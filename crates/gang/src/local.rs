@@ -57,25 +57,18 @@ impl Gang {
     /// ```
     pub fn run<T: Send>(&self, body: impl Fn(&Task) -> Result<T> + Sync) -> Result<Vec<T>> {
         let infos = Arc::new(self.infos()?);
-        let first: Mutex<Option<Error>> = Mutex::new(None);
+        let failures: Mutex<Vec<Failure>> = Mutex::default();
         let host = infos[0].host.clone();
         let work = |rendezvous: LocalRendezvous| {
             let task = Task::of_thread(Arc::clone(&infos), rendezvous);
             let rank = task.rank();
-            let last = match catch_unwind(AssertUnwindSafe(|| body(&task))) {
+            let (last, follows) = match catch_unwind(AssertUnwindSafe(|| body(&task))) {
                 Ok(Ok(value)) => return Some(value),
-                Ok(Err(error)) => error.to_string(),
-                Err(panic) => format!("it panicked: {}", message(&*panic)),
+                Ok(Err(error)) => (error.to_string(), error.may_follow()),
+                Err(panic) => (format!("it panicked: {}", message(&*panic)), false),
             };
-            let error = Error::TaskFailed {
-                rank,
-                host: host.clone(),
-                generation: 0,
-                ending: Ending::Failed,
-                last,
-            };
-            // Before the others can find out: theirs come second.
-            first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            let failure = Failure { rank, last, follows };
+            failures.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
             None
         };
         let results: Vec<Option<T>> = thread::scope(|scope| {
@@ -89,8 +82,17 @@ impl Gang {
                 LocalRendezvous::group(self.tasks).into_iter().map(start).collect();
             threads.into_iter().map(|thread| thread.ok()?.join().ok()?).collect()
         });
-        if let Some(error) = first.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
+        let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+        // A rank that unwinds leaves its groups before it can tell, so the others may be quicker.
+        if let Some(first) = failures.into_iter().min_by_key(|failure| failure.follows) {
+            let Failure { rank, last, .. } = first;
+            return Err(Error::TaskFailed {
+                rank,
+                host,
+                generation: 0,
+                ending: Ending::Failed,
+                last,
+            });
         }
         let all: Option<Vec<T>> = results.into_iter().collect();
         all.ok_or_else(|| Error::Invalid("not every task could be given a thread".into()))
@@ -118,6 +120,14 @@ impl Gang {
         };
         Ok(placement.seats.into_iter().map(info).collect())
     }
+}
+
+/// How one task failed.
+struct Failure {
+    rank: usize,
+    last: String,
+    /// It may be because another failed.
+    follows: bool,
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {

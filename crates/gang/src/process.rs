@@ -1,14 +1,21 @@
 //! A task as a process: how it is started, what it is told, how it is ended.
-#![expect(unsafe_code, reason = "what a child does between fork and exec is the caller's promise")]
+#![expect(unsafe_code, reason = "what a child does after fork is the caller's promise")]
 
 use crate::{Ending, Error, Result, Stream, discovery::visible, protocol::Assignment};
-use rustix::process::{
-    Pid, Resource, Rlimit, Signal, WaitOptions, getpid, getrlimit, kill_process_group,
-    set_child_subreaper, set_parent_process_death_signal, setrlimit, wait,
+use rustix::{
+    fd::OwnedFd,
+    pipe::{PipeFlags, pipe_with},
+    process::{
+        Pid, Resource, Rlimit, Signal, WaitOptions, getpid, getrlimit, kill_process_group,
+        set_child_subreaper, set_parent_process_death_signal, setrlimit, setsid, wait,
+    },
+    stdio::{dup2_stderr, dup2_stdin, dup2_stdout},
 };
 use std::{
+    collections::BTreeSet,
     ffi::{OsStr, OsString},
     fs,
+    io::{self, Read},
     os::unix::{ffi::OsStrExt, process::ExitStatusExt},
     path::Path,
     pin::Pin,
@@ -132,6 +139,7 @@ impl Program {
         if let Some(pipe) = child.stderr.take() {
             outputs.push((Stream::Stderr, Box::new(pipe)));
         }
+        tell_warden(pid.as_raw_nonzero().get());
         let ending = async move {
             let ending = match child.wait().await {
                 Ok(status) => match (status.code(), status.signal()) {
@@ -142,6 +150,7 @@ impl Program {
             };
             // Whatever it has started and left in its group.
             signal(pid, Signal::KILL);
+            tell_warden(-pid.as_raw_nonzero().get());
             ending
         };
         Ok(Started { handle: Box::new(Process(pid)), outputs, ending: Box::pin(ending) })
@@ -197,6 +206,61 @@ pub(crate) fn open_more() {
     let limit = *DESCRIPTORS.get_or_init(|| getrlimit(Resource::Nofile));
     // Where it is refused, a task that cannot be started says so.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
+/// The way to the warden: a process that kills the groups of tasks when this one has died.
+static WARDEN: OnceLock<OwnedFd> = OnceLock::new();
+
+/// Starts the warden (AGENT-1). The kernel kills a task whose agent dies, but not what the task has started.
+///
+/// This process must have one thread only: the warden is a copy of it.
+pub(crate) fn start_warden() -> Result<()> {
+    let failed = |error: io::Error| Error::system("the warden of tasks cannot be started", error);
+    let (orders, way) = pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+    // SAFETY: there is one thread, so nothing is locked or half done in the copy.
+    match unsafe { libc::fork() } {
+        -1 => Err(failed(io::Error::last_os_error())),
+        0 => {
+            drop(way);
+            keep_watch(orders);
+            // SAFETY: ends the copy at once, without what its original has to do at its end.
+            unsafe { libc::_exit(0) }
+        }
+        _ => {
+            let _ = WARDEN.set(way);
+            Ok(())
+        }
+    }
+}
+
+/// Learns which groups there are (a number begins one, its negative ends it) until its agent is gone, and kills those left.
+fn keep_watch(orders: OwnedFd) {
+    // The agent's terminal and group are not its own, and the agent's streams must end with the agent.
+    let _ = setsid();
+    if let Ok(nothing) = fs::File::options().read(true).write(true).open("/dev/null") {
+        let _ = dup2_stdin(&nothing);
+        let _ = dup2_stdout(&nothing);
+        let _ = dup2_stderr(&nothing);
+    }
+    let mut groups = BTreeSet::new();
+    let mut orders = fs::File::from(orders);
+    let mut order = [0; 4];
+    while orders.read_exact(&mut order).is_ok() {
+        match i32::from_ne_bytes(order) {
+            group if group > 0 => groups.insert(group),
+            group => groups.remove(&-group),
+        };
+    }
+    for group in groups.into_iter().filter_map(Pid::from_raw) {
+        signal(group, Signal::KILL);
+    }
+}
+
+fn tell_warden(order: i32) {
+    if let Some(way) = WARDEN.get() {
+        // Without a warden the kernel still kills the task itself.
+        let _ = rustix::io::write(way, &order.to_ne_bytes());
+    }
 }
 
 /// Makes what tasks leave behind children of this process (AGENT-1).

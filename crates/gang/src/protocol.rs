@@ -58,6 +58,8 @@ pub(crate) enum Meeting {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Hand {
     pub host: String,
+    /// Its boot id: machines may have the same name.
+    pub machine: String,
     pub slots: u32,
     pub cores: u32,
     pub address: IpAddr,
@@ -130,6 +132,12 @@ pub(crate) enum FromAgent {
         stream: Stream,
         lines: Vec<u8>,
     },
+    /// A task says that it is about to fail, and why.
+    Confessed {
+        generation: u64,
+        rank: usize,
+        traceback: String,
+    },
     /// A task has failed; what is left of its output still comes.
     Failed {
         generation: u64,
@@ -163,6 +171,22 @@ pub(crate) enum FromAgent {
         piece: Vec<u8>,
     },
     Paused,
+}
+
+impl FromAgent {
+    /// The task that it is about.
+    pub fn rank(&self) -> Option<usize> {
+        match self {
+            Self::Beat | Self::Hand(_) | Self::Started { .. } | Self::Paused => None,
+            Self::Output { rank, .. }
+            | Self::Confessed { rank, .. }
+            | Self::Failed { rank, .. }
+            | Self::Ended { rank, .. }
+            | Self::Gather { rank, .. }
+            | Self::Abandon { rank, .. }
+            | Self::Result { rank, .. } => Some(*rank),
+        }
+    }
 }
 
 /// Everybody's message of one round.

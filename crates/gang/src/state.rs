@@ -94,6 +94,8 @@ struct Attempt {
     alive: BTreeSet<usize>,
     results: Vec<Option<Vec<u8>>>,
     rounds: BTreeMap<(String, u64), Vec<Option<Vec<u8>>>>,
+    /// The first task that said it is about to fail, and why: others may be quicker to fail because of it.
+    confessed: Option<(usize, String)>,
     /// Names of rendezvous that somebody gave up, and why.
     abandoned: BTreeMap<String, String>,
 }
@@ -104,6 +106,8 @@ enum Phase {
         generation: u64,
         since: Instant,
         not_before: Instant,
+        /// What ended the attempt before.
+        cause: Option<String>,
     },
     Running(Attempt),
     /// At `tell` the user learns of a failure, if its error has not come first.
@@ -133,7 +137,7 @@ impl Machine {
         let machine = Self {
             members: terms.hosts.iter().map(member).collect(),
             terms,
-            phase: Phase::Assembling { generation: 0, since: now, not_before: now },
+            phase: Phase::Assembling { generation: 0, since: now, not_before: now, cause: None },
             ticked: now,
             paused: false,
             actions: Vec::new(),
@@ -194,10 +198,17 @@ impl Machine {
         if now < not_before || hands.len() < self.members.len() || self.paused {
             return;
         }
+        // Machines that have the same name are told apart by what the user calls them.
+        let name = |agent: usize, hand: &Hand| {
+            let alike = |other: &&Hand| other.host == hand.host && other.machine != hand.machine;
+            let own = || self.terms.hosts[agent].name.clone();
+            if hands.iter().any(alike) { own() } else { hand.host.clone() }
+        };
         let offers: Vec<Offer> = hands
             .iter()
-            .map(|hand| Offer {
-                host: hand.host.clone(),
+            .enumerate()
+            .map(|(agent, hand)| Offer {
+                host: name(agent, hand),
                 slots: hand.slots,
                 accelerators: hand.accelerators.clone(),
             })
@@ -243,6 +254,7 @@ impl Machine {
             infos,
             unstarted: needed,
             rounds: BTreeMap::new(),
+            confessed: None,
             abandoned: BTreeMap::new(),
         });
     }
@@ -251,10 +263,7 @@ impl Machine {
         self.members[agent].hand = None;
         let name = self.terms.hosts[agent].name.clone();
         match &mut self.phase {
-            Phase::Assembling { .. } => {
-                let reason = format!("the agent on {name} {reason}");
-                self.finish(Err(Error::NotAssembled(reason)));
-            }
+            Phase::Assembling { .. } => self.not_assembled(format!("the agent on {name} {reason}")),
             Phase::Running(attempt) => {
                 if let Some(rank) = attempt.first_of(agent) {
                     self.fail(
@@ -271,6 +280,13 @@ impl Machine {
         }
     }
 
+    fn not_assembled(&mut self, mut reason: String) {
+        if let Phase::Assembling { cause: Some(cause), .. } = &self.phase {
+            reason = format!("{reason}; it was to start again after {cause}");
+        }
+        self.finish(Err(Error::NotAssembled(reason)));
+    }
+
     /// Counts every task of an agent that is gone as ended.
     fn bury(&mut self, now: Instant, agent: usize) {
         if let Phase::Ending { attempt, .. } = &mut self.phase {
@@ -281,6 +297,9 @@ impl Machine {
     }
 
     fn said(&mut self, now: Instant, agent: usize, message: FromAgent) {
+        if message.rank().is_some_and(|rank| !self.is_of(rank, agent)) {
+            return;
+        }
         match message {
             FromAgent::Beat | FromAgent::Hand(_) => {}
             FromAgent::Paused => {
@@ -299,6 +318,11 @@ impl Machine {
             }
             FromAgent::Output { generation: _, rank, stream, lines } => {
                 self.actions.push(Action::Show { agent, rank, stream, lines });
+            }
+            FromAgent::Confessed { generation, rank, traceback } => {
+                if let Some(attempt) = self.running(generation) {
+                    attempt.confessed.get_or_insert((rank, traceback));
+                }
             }
             FromAgent::Failed { generation, rank, ending, last } => {
                 if self.running(generation).is_some_and(|attempt| rank < attempt.infos.len()) {
@@ -321,6 +345,17 @@ impl Machine {
                     result.get_or_insert_default().extend(piece);
                 }
             }
+        }
+    }
+
+    /// Whether an agent has started a rank, now or in the attempt that is ending.
+    fn is_of(&self, rank: usize, agent: usize) -> bool {
+        match &self.phase {
+            Phase::Running(attempt) | Phase::Ending { attempt, .. } => {
+                attempt.agents.get(rank) == Some(&agent)
+            }
+            // The last output of an attempt.
+            Phase::Assembling { .. } | Phase::Over => rank < self.terms.tasks,
         }
     }
 
@@ -408,6 +443,12 @@ impl Machine {
     /// Ends the attempt because of one rank (GANG-2).
     fn fail(&mut self, now: Instant, rank: usize, ending: Ending, last: String) {
         let Phase::Running(attempt) = &self.phase else { return };
+        let (rank, ending, last) = match &attempt.confessed {
+            Some((first, traceback)) if *first != rank => {
+                (*first, Ending::Failed, traceback.clone())
+            }
+            _ => (rank, ending, last),
+        };
         let host = attempt.infos[rank].host.clone();
         let generation = attempt.generation;
         let error = Error::TaskFailed { rank, host, generation, ending, last };
@@ -472,7 +513,8 @@ impl Machine {
                 let generation = attempt.generation + 1;
                 self.actions.push(Action::Emit(Event::Restarting { generation, after, reason }));
                 let not_before = now + after;
-                self.phase = Phase::Assembling { generation, since: not_before, not_before };
+                let cause = Some(what.to_owned());
+                self.phase = Phase::Assembling { generation, since: not_before, not_before, cause };
                 let gone = (0..self.members.len()).filter(|i| self.members[*i].hand.is_none());
                 self.actions.extend(gone.map(Action::Launch));
             }
@@ -544,7 +586,7 @@ impl Machine {
                      version of deuteron is installed there, and whether it can reach this machine (--interface)",
                     seconds(self.terms.start_limit)
                 );
-                self.finish(Err(Error::NotAssembled(reason)));
+                self.not_assembled(reason);
             }
             Phase::Assembling { .. } => self.start_if_ready(now),
             Phase::Ending { attempt, until, .. } if now > *until => {

@@ -47,6 +47,7 @@ impl Limit {
 /// What an agent with so many slots says that it has.
 pub(crate) fn hand(host: &str, slots: u32) -> Hand {
     Hand {
+        machine: String::new(),
         host: host.to_owned(),
         slots,
         cores: 1,

@@ -622,3 +622,40 @@ fn a_rank_that_comes_late_to_an_abandoned_rendezvous_hears_of_it() {
     world.step(&Step::Gather(1, 0));
     assert_eq!((world.meetings[0].round, world.meetings[1].abandoned), (1, true));
 }
+
+#[test]
+fn who_says_first_that_it_fails_is_blamed_even_if_another_ends_sooner() {
+    let World { mut machine, now, .. } = pair(0);
+    let generation = 0;
+    let (rank, traceback) = (1, "ValueError: no".to_owned());
+    machine.handle(now, Input::Said(1, FromAgent::Confessed { generation, rank, traceback }));
+    // An agent can speak of its own tasks only.
+    let ending = Ending::Exited(9);
+    machine.handle(now, Input::Said(1, FromAgent::Ended { generation, rank: 0, ending }));
+    let (rank, ending, last) = (0, Ending::Exited(1), "rank 1 has left".to_owned());
+    machine.handle(now, Input::Said(0, FromAgent::Failed { generation, rank, ending, last }));
+    let ended = |rank| FromAgent::Ended { generation, rank, ending: Ending::Exited(1) };
+    machine.handle(now, Input::Said(0, ended(0)));
+    let actions = machine.handle(now, Input::Said(1, ended(1)));
+    let finished = actions.iter().find_map(|action| match action {
+        Action::Finish(Err(error)) => Some(error.to_string()),
+        _ => None,
+    });
+    let finished = finished.unwrap();
+    assert!(finished.starts_with("rank 1 on ") && finished.contains("ValueError"), "{finished}");
+}
+
+#[test]
+fn machines_of_one_name_are_told_apart() {
+    let World { mut machine, now, .. } = World::new(&[1, 1], 2, 0, Duration::from_secs(1));
+    let hand = |machine: &str| Hand { machine: machine.into(), ..crate::testing::hand("node", 1) };
+    machine.handle(now, Input::Joined(0, hand("a")));
+    let actions = machine.handle(now, Input::Joined(1, hand("b")));
+    let infos = actions.iter().find_map(|action| match action {
+        Action::Assign(_, assignment) => Some(Arc::clone(&assignment.infos)),
+        _ => None,
+    });
+    let infos = infos.unwrap();
+    assert_ne!(infos[0].host, infos[1].host);
+    assert!(infos.iter().all(|info| info.local_size == 1), "{infos:?}");
+}
