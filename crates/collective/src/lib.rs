@@ -39,6 +39,7 @@ mod reduction;
 mod rendezvous;
 mod security;
 mod shm;
+mod tiers;
 mod watch;
 
 pub use bucket::Bucket;

@@ -4,13 +4,7 @@ use super::{
     Mesh,
     flow::{self, Flow, Landing},
 };
-use crate::{
-    chunk::part,
-    error::Result,
-    health::Ticket,
-    kernel::Steps,
-    plan::{Algorithm, Plan},
-};
+use crate::{chunk::part, error::Result, health::Ticket, kernel::Steps, plan::Algorithm};
 use std::{collections::BTreeSet, ops::Range};
 
 /// The pairs of ranks that the algorithms below use, as the peers of `me`: its neighbours in the ring and its
@@ -38,17 +32,17 @@ fn distances(core: usize) -> impl DoubleEndedIterator<Item = usize> {
 }
 
 impl Mesh {
-    /// Reduces the tensor on every rank.
+    /// Reduces the tensor, or the part of it that the ranks of this mesh have in common, on every rank.
     pub fn all_reduce(
         &mut self,
         ticket: &mut Ticket<'_>,
-        plan: &Plan,
+        algorithm: Algorithm,
+        steps: &Steps,
         tensor: &mut [u8],
     ) -> Result<()> {
-        let (dtype, reduction) = (ticket.call.dtype, ticket.call.reduction);
-        flow::prescale(dtype, reduction.prescale, tensor);
-        let steps = Steps { prescale: 1.0, ..Steps::whole(reduction, self.ranks()) };
-        match plan.algorithm {
+        flow::prescale(ticket.call.dtype, steps.prescale, tensor);
+        let steps = Steps { prescale: 1.0, ..*steps };
+        match algorithm {
             Algorithm::Ring => self.ring_all_reduce(ticket, &steps, tensor)?,
             Algorithm::HalvingDoubling => self.folded(ticket, &steps, tensor, Self::halving)?,
             _ => self.folded(ticket, &steps, tensor, Self::doubling)?,
@@ -83,13 +77,14 @@ impl Mesh {
     pub fn broadcast(
         &mut self,
         ticket: &mut Ticket<'_>,
-        plan: &Plan,
+        algorithm: Algorithm,
+        root: usize,
         tensor: &mut [u8],
     ) -> Result<()> {
-        if plan.algorithm == Algorithm::Tree {
-            self.tree(ticket, tensor)?;
+        if algorithm == Algorithm::Tree {
+            self.tree(ticket, root, tensor)?;
         } else {
-            self.relay(ticket, tensor)?;
+            self.relay(ticket, root, tensor)?;
         }
         self.number += 1;
         Ok(())
@@ -196,7 +191,7 @@ impl Mesh {
     fn halving(&mut self, ticket: &mut Ticket<'_>, steps: &Steps, tensor: &mut [u8]) -> Result<()> {
         let core = core(self.ranks());
         let size = ticket.call.dtype.size();
-        let (me, count) = (self.me, ticket.call.count);
+        let (me, count) = (self.me, tensor.len() / size);
         let bytes = |pieces: &Range<usize>| {
             let start = part(count, core, pieces.start, 1).start;
             start * size..part(count, core, pieces.end - 1, 1).end * size
@@ -232,7 +227,7 @@ impl Mesh {
     ) -> Result<()> {
         let (ranks, size) = (self.ranks(), ticket.call.dtype.size());
         let ranges: Vec<Range<usize>> = (0..ranks)
-            .map(|index| part(ticket.call.count, ranks, index, 1))
+            .map(|index| part(tensor.len() / size, ranks, index, 1))
             .map(|range| range.start * size..range.end * size)
             .collect();
         self.ring(ticket, &ranges, 2 * (ranks - 1), tensor, |step| match step + 2 {
@@ -266,8 +261,8 @@ impl Mesh {
     }
 
     /// From the root around the ring, each rank passing on what has come in.
-    fn relay(&mut self, ticket: &mut Ticket<'_>, tensor: &mut [u8]) -> Result<()> {
-        let (me, ranks, root) = (self.me, self.ranks(), ticket.call.root);
+    fn relay(&mut self, ticket: &mut Ticket<'_>, root: usize, tensor: &mut [u8]) -> Result<()> {
+        let (me, ranks) = (self.me, self.ranks());
         let (right, left) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
         let parent = Some(left).filter(|_| me != root);
         let child = Some(right).filter(|right| *right != root);
@@ -286,8 +281,8 @@ impl Mesh {
 
     /// A binomial tree over the power-of-two ranks, relabelled by exclusive or so that every root uses the same
     /// connections; the remaining ranks hang on their partners.
-    fn tree(&mut self, ticket: &mut Ticket<'_>, tensor: &mut [u8]) -> Result<()> {
-        let (me, ranks, root) = (self.me, self.ranks(), ticket.call.root);
+    fn tree(&mut self, ticket: &mut Ticket<'_>, root: usize, tensor: &mut [u8]) -> Result<()> {
+        let (me, ranks) = (self.me, self.ranks());
         let core = core(ranks);
         let top = if root >= core { root - core } else { root };
         let (parent, mut children) = if me >= core {
