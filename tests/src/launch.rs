@@ -155,6 +155,9 @@ impl Launch {
     pub fn agents(&self) -> Vec<Process> {
         let mut agents = self.stamp.processes();
         agents.retain(|process| process.words.get(1).is_some_and(|word| word == "agent"));
+        // Each has a warden, a copy of it that has closed its standard input.
+        let input = |process: &Process| fs::read_link(format!("/proc/{}/fd/0", process.pid));
+        agents.retain(|process| input(process).is_ok_and(|path| path != Path::new("/dev/null")));
         agents
     }
 
@@ -175,16 +178,6 @@ impl Launch {
             thread::sleep(Duration::from_millis(1));
         }
         Ended { code: code.unwrap_or(-1), lines: self.lines(), took }
-    }
-
-    /// Waits for its end, after which only what `may_stay` allows may be left; ends that.
-    pub fn end_or_else(&self, may_stay: impl Fn(&Process) -> bool) -> Ended {
-        self.process.status();
-        let left = self.stamp.processes();
-        left.iter()
-            .filter(|process| may_stay(process))
-            .for_each(|process| process.signal(Signal::KILL));
-        self.end()
     }
 
     /// Waits for its end, when nothing of the job may be left.

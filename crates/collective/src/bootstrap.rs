@@ -238,7 +238,7 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         };
         let (near, far): (Vec<usize>, Vec<usize>) =
             peers.iter().partition(|peer| shares(me, **peer));
-        open_pipes(&mut connected, me, &near)?;
+        open_pipes(&mut connected, rendezvous, me, &near)?;
         let (address, listener) = listen(rendezvous, wishes)?;
         let addresses = addresses(&gather(address.to_string().as_bytes())?)?;
         let meeting = Meeting { rendezvous, wishes, addresses, listener, deadline };
@@ -412,8 +412,15 @@ impl Party<'_> {
 }
 
 /// Links to neighbours in a group that also has others: the lower rank makes the pipe.
-fn open_pipes(connected: &mut Connected, me: usize, near: &[usize]) -> Result<()> {
+fn open_pipes(
+    connected: &mut Connected,
+    rendezvous: &dyn Rendezvous,
+    me: usize,
+    near: &[usize],
+) -> Result<()> {
     let failed = |error: io::Error| Error::system("a pipe to a neighbour cannot be made", error);
+    // What goes wrong with the neighbour, it knows better.
+    let lost = |error: io::Error| explained(rendezvous, failed(error));
     let channel = |rank: usize| {
         connected.channels[rank]
             .as_ref()
@@ -423,11 +430,11 @@ fn open_pipes(connected: &mut Connected, me: usize, near: &[usize]) -> Result<()
     for rank in near.iter().filter(|rank| **rank > me) {
         let (link, descriptors) = PipeLink::create().map_err(failed)?;
         let [memory, doorbell] = descriptors.each_ref().map(AsFd::as_fd);
-        channel(*rank)?.send(&[2], &[memory, doorbell]).map_err(failed)?;
+        channel(*rank)?.send(&[2], &[memory, doorbell]).map_err(lost)?;
         links.push((*rank, link));
     }
     for rank in near.iter().filter(|rank| **rank < me) {
-        let descriptors = channel(*rank)?.receive_within(&mut [0], HANDOVER).map_err(failed)?;
+        let descriptors = channel(*rank)?.receive_within(&mut [0], HANDOVER).map_err(lost)?;
         let descriptors = <[OwnedFd; 2]>::try_from(descriptors).map_err(|_| {
             Error::Bootstrap("a neighbour sent the wrong number of descriptors".into())
         })?;

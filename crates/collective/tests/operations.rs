@@ -402,9 +402,13 @@ fn small_tensors_over_hosts_with_two_ranks() {
 
 #[test]
 fn large_tensors() {
-    for (over, cases) in
-        [(Over::SharedMemory, 16), (Over::Tcp, 10), (Over::Tls, 8), (Over::Mixed, 10), (Over::Hosts, 12)]
-    {
+    for (over, cases) in [
+        (Over::SharedMemory, 16),
+        (Over::Tcp, 10),
+        (Over::Tls, 8),
+        (Over::Mixed, 10),
+        (Over::Hosts, 12),
+    ] {
         random_calls(over, cases, 8, LARGE, Thresholds::default());
     }
 }

@@ -511,7 +511,9 @@ impl Agent {
     /// Tells all tasks to end; they have their grace.
     fn end(&mut self, reason: &str) {
         self.tell_tasks(|| ToTask::Ended(reason.to_owned()));
-        self.running.values().for_each(|task| task.handle.terminate());
+        // One that has said why it fails is on its way out, and keeps its exit status.
+        let surprised = self.running.values().filter(|task| task.traceback.is_none());
+        surprised.for_each(|task| task.handle.terminate());
         self.kill_at.get_or_insert(now() + self.grace);
     }
 

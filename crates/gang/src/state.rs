@@ -325,6 +325,17 @@ impl Machine {
                 }
             }
             FromAgent::Failed { generation, rank, ending, last } => {
+                if let (Phase::Ending { error, .. }, Ending::Exited(_)) = (&mut self.phase, &ending)
+                {
+                    // How the one that confessed has ended, now that it has.
+                    if let Error::TaskFailed { rank: first, ending: known @ Ending::Failed, .. } =
+                        error
+                        && *first == rank
+                    {
+                        *known = ending;
+                    }
+                    return;
+                }
                 if self.running(generation).is_some_and(|attempt| rank < attempt.infos.len()) {
                     self.fail(now, rank, ending, last);
                 }
