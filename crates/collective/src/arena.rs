@@ -24,8 +24,6 @@ use std::{
 
 pub(crate) struct Arena {
     me: usize,
-    /// The ranks of the group that the members are.
-    names: Vec<usize>,
     members: Vec<Arc<Segment>>,
     tick: u32,
     /// Where the tensor of the call at hand lies.
@@ -56,8 +54,7 @@ enum Common {
 }
 
 impl Arena {
-    /// Among the ranks `names`, of which this is the one at `me`.
-    pub fn new(me: usize, names: Vec<usize>, members: Vec<Arc<Segment>>, cores: usize) -> Self {
+    pub fn new(me: usize, members: Vec<Arc<Segment>>, cores: usize) -> Self {
         // Pausing helps nobody when the peer needs this very core. With a core for each, a rank that has to wait
         // longer sleeps instead of yielding: two that have come to share a core would go on sharing it.
         let patience = if members.len() > cores {
@@ -68,7 +65,6 @@ impl Arena {
         let lines = vec![[0; INLINE_WORDS]; members.len()];
         Self {
             me,
-            names,
             members,
             tick: 0,
             location: Location::PLAIN,
@@ -115,14 +111,13 @@ impl Arena {
     }
 
     fn missing(&self, tick: u32) -> Vec<usize> {
-        let missing = self.others().filter(|peer| !self.members[*peer].board().has(tick));
-        missing.map(|peer| self.names[peer]).collect()
+        self.others().filter(|peer| !self.members[*peer].board().has(tick)).collect()
     }
 
     #[cold]
     fn disagree(&self, ticket: &Ticket<'_>) -> Error {
-        let calls = self.members.iter().map(|member| member.call(self.tick));
-        let calls: Vec<(usize, String)> = self.names.iter().copied().zip(calls).collect();
+        let calls: Vec<(usize, String)> =
+            self.members.iter().map(|member| member.call(self.tick)).enumerate().collect();
         ticket.fail(FailureKind::Mismatch, disagreement(&calls))
     }
 
@@ -370,57 +365,6 @@ impl Arena {
         self.sources.extend(self.targets.iter().map(|target| target.cast_const()));
         // SAFETY: the caller's contract.
         unsafe { kernel::reduce(call.dtype, steps, &self.sources, &self.targets, mine.len()) };
-    }
-
-    /// Reduces this rank's part of everybody's tensor into its own; `parts` are the elements of each member.
-    ///
-    /// # Safety
-    /// `tensor` is valid for reads and writes of the call's elements, which the parts divide, and nobody else uses it
-    /// meanwhile.
-    pub unsafe fn reduce_parts(
-        &mut self,
-        ticket: &mut Ticket<'_>,
-        steps: &Steps,
-        tensor: *mut u8,
-        parts: &[Range<usize>],
-    ) -> Result<()> {
-        self.location = Location::PLAIN;
-        let (dtype, size) = (ticket.call.dtype, ticket.call.dtype.size());
-        let grain = line_grain(size);
-        // Each member's next piece has a place of its own in the stage.
-        let room = STAGE_BYTES / size / self.members.len() / grain * grain;
-        let longest = parts.iter().map(Range::len).max().unwrap_or(0);
-        let mut done = 0;
-        while done == 0 || done < longest {
-            let piece = |member: usize| {
-                let part = &parts[member];
-                (part.start + done).min(part.end)..(part.start + done + room).min(part.end)
-            };
-            for member in self.others() {
-                let piece = piece(member);
-                // SAFETY: inside the tensor, and inside the member's place in the next stage, which is free (TICK-2).
-                unsafe {
-                    let to = self.next_stage().add(member * room * size);
-                    std::ptr::copy_nonoverlapping(
-                        tensor.add(piece.start * size),
-                        to,
-                        piece.len() * size,
-                    );
-                }
-            }
-            self.tick(ticket)?;
-            let mine = piece(self.me);
-            let target = tensor.wrapping_add(mine.start * size);
-            self.sources.clear();
-            for (index, member) in self.members.iter().enumerate() {
-                let staged = member.stage(self.tick).wrapping_add(self.me * room * size);
-                self.sources.push(if index == self.me { target } else { staged }.cast_const());
-            }
-            // SAFETY: everybody has staged this rank's piece, and leaves it until this rank's next tick (TICK-2).
-            unsafe { kernel::reduce(dtype, steps, &self.sources, &[target], mine.len()) };
-            done += room;
-        }
-        Ok(())
     }
 
     /// Copies what the members hold into `output`, where `ranges` are the bytes of each: of everybody in an

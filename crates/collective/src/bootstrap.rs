@@ -54,8 +54,6 @@ pub(crate) struct Member {
     pub cores: Vec<u8>,
     /// How many of them it may keep busy at once.
     pub quota: u32,
-    /// Treat all ranks alike, wherever they are.
-    pub flat: bool,
 }
 
 impl Member {
@@ -63,7 +61,6 @@ impl Member {
         let mut bytes = Vec::new();
         bytes.extend(self.token);
         bytes.extend(self.quota.to_le_bytes());
-        bytes.push(u8::from(self.flat));
         let texts = [&self.host, &self.place, &self.socket].map(String::as_bytes);
         for field in texts.into_iter().chain([&self.certificate[..], &self.cores]) {
             bytes.extend((field.len() as u16).to_le_bytes());
@@ -74,8 +71,7 @@ impl Member {
 
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (token, rest) = bytes.split_first_chunk::<16>()?;
-        let (quota, rest) = rest.split_first_chunk::<4>()?;
-        let (flat, mut rest) = rest.split_first()?;
+        let (quota, mut rest) = rest.split_first_chunk::<4>()?;
         let mut field = || {
             let (length, after) = rest.split_first_chunk::<2>()?;
             let (field, after) =
@@ -87,12 +83,7 @@ impl Member {
         let (host, place, socket) = (text()?, text()?, text()?);
         let (certificate, cores) = (field()?, field()?);
         let quota = u32::from_le_bytes(*quota);
-        let flat = match flat {
-            0 => false,
-            1 => true,
-            _ => return None,
-        };
-        Some(Self { host, place, socket, token: *token, certificate, cores, quota, flat })
+        Some(Self { host, place, socket, token: *token, certificate, cores, quota })
     }
 }
 
@@ -106,40 +97,9 @@ pub(crate) struct Connected {
     pub channels: Vec<Option<Channel>>,
     /// Every pair shares memory.
     pub shared: bool,
-    /// Hosts have several ranks each, equally many.
-    pub tiers: Option<Tiers>,
     pub peers: Vec<Option<Peer>>,
     pub near: Vec<Near>,
     pub remote: Vec<Remote>,
-}
-
-/// The ranks that a rank has to do with where hosts have several each.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tiers {
-    /// Those on its host, itself included.
-    pub local: Vec<usize>,
-    /// One on every host, those that have its place there, itself included.
-    pub cross: Vec<usize>,
-}
-
-impl Tiers {
-    /// If ranks are numbered host by host and every host has equally many, more than one.
-    fn find(me: usize, size: usize, shares: impl Fn(usize, usize) -> bool) -> Option<Self> {
-        let local = (1..size).find(|rank| !shares(0, *rank))?;
-        if local == 1 || !size.is_multiple_of(local) {
-            return None;
-        }
-        let host = |rank: usize| rank / local;
-        let regular = |a: usize, b: usize| shares(a, b) == (host(a) == host(b));
-        if !(0..size).all(|b| (0..b).all(|a| regular(a, b))) {
-            return None;
-        }
-        let first = host(me) * local;
-        Some(Self {
-            local: (first..first + local).collect(),
-            cross: (me % local..size).step_by(local).collect(),
-        })
-    }
 }
 
 /// What a caller chooses.
@@ -148,8 +108,6 @@ pub(crate) struct Wishes<'a> {
     pub host: Option<String>,
     pub address: Option<IpAddr>,
     pub share_memory: bool,
-    pub memory_domain: Option<String>,
-    pub flat: bool,
     pub limit: Duration,
 }
 
@@ -211,11 +169,6 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         neighbours: (0..size).map(|_| None).collect(),
         channels: (0..size).map(|_| None).collect(),
         shared,
-        tiers: if members.iter().any(|member| member.flat) {
-            None
-        } else {
-            Tiers::find(me, size, shares)
-        },
         peers: (0..size).map(|_| None).collect(),
         near: Vec::new(),
         remote: Vec::new(),
@@ -229,13 +182,7 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         connected.channels[rank] = Some(channel);
     }
     if !shared {
-        let peers: BTreeSet<usize> = match &connected.tiers {
-            Some(Tiers { cross, .. }) => {
-                let at = cross.iter().position(|rank| *rank == me).unwrap_or(0);
-                peers_of(at, cross.len()).into_iter().map(|peer| cross[peer]).collect()
-            }
-            None => peers_of(me, size),
-        };
+        let peers = peers_of(me, size);
         let (near, far): (Vec<usize>, Vec<usize>) =
             peers.iter().partition(|peer| shares(me, **peer));
         open_pipes(&mut connected, rendezvous, me, &near)?;
@@ -263,8 +210,7 @@ fn introduce(wishes: &Wishes<'_>) -> Result<(Member, UnixListener)> {
         .host
         .clone()
         .unwrap_or_else(|| rustix::system::uname().nodename().to_string_lossy().into_owned());
-    let mut place = if wishes.share_memory { place(&socket) } else { socket.clone() };
-    place.extend(wishes.memory_domain.iter().map(|domain| format!("/{domain}")));
+    let place = if wishes.share_memory { place(&socket) } else { socket.clone() };
     let set = rustix::thread::sched_getaffinity(None).unwrap_or_default();
     let mut cores = vec![0; CpuSet::MAX_CPU / 8];
     for core in (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)) {
@@ -273,8 +219,7 @@ fn introduce(wishes: &Wishes<'_>) -> Result<(Member, UnixListener)> {
     let quota = thread::available_parallelism().map_or(1, usize::from) as u32;
     let certificate = wishes.security.certificate().to_vec();
     let token = token.try_into().unwrap_or_default();
-    let flat = wishes.flat;
-    Ok((Member { host, place, socket, token, certificate, cores, quota, flat }, listener))
+    Ok((Member { host, place, socket, token, certificate, cores, quota }, listener))
 }
 
 /// How many cores the ranks of a host have together, where that is least. Ranks that are bound to a core each have
@@ -584,7 +529,6 @@ mod tests {
             certificate: vec![1, 2, 3],
             cores: vec![0b11],
             quota: 16,
-            flat: false,
         };
         assert_eq!(Member::decode(&member.encode()), Some(member.clone()));
         assert_eq!(Member::decode(&member.encode()[..30]), None);

@@ -19,7 +19,6 @@ use crate::{
         handover::{Channel, single},
         mapping::Mapping,
     },
-    tiers::Tiered,
     watch::{Heartbeat, Watch},
 };
 use rustix::fd::AsFd;
@@ -45,8 +44,6 @@ pub struct GroupOptions {
     address: Option<IpAddr>,
     host: Option<String>,
     share_memory: bool,
-    memory_domain: Option<String>,
-    flat: bool,
     limit: Option<Duration>,
     start_limit: Duration,
     heartbeat: Heartbeat,
@@ -60,8 +57,6 @@ impl Default for GroupOptions {
             address: None,
             host: None,
             share_memory: true,
-            memory_domain: None,
-            flat: false,
             limit: None,
             start_limit: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
@@ -104,16 +99,6 @@ impl GroupOptions {
     /// How fast a silent rank is given up.
     pub fn heartbeat(self, heartbeat: Heartbeat) -> Self {
         Self { heartbeat, ..self }
-    }
-
-    /// Shares memory only with ranks of the same domain: several hosts made out of one.
-    pub fn memory_domain(self, name: impl Into<String>) -> Self {
-        Self { memory_domain: Some(name.into()), ..self }
-    }
-
-    /// Treats all ranks alike even where hosts have several each, if any rank asks for it: for comparison.
-    pub fn flat(self, flat: bool) -> Self {
-        Self { flat, ..self }
     }
 
     /// Where one algorithm gives way to the next; the same on every rank.
@@ -181,7 +166,6 @@ enum Way {
     Alone,
     Shared(Arena),
     Linked(Mesh),
-    Tiered(Box<Tiered>),
 }
 
 impl fmt::Debug for Group {
@@ -212,42 +196,18 @@ impl Group {
             host: options.host,
             address: options.address,
             share_memory: options.share_memory,
-            memory_domain: options.memory_domain,
-            flat: options.flat,
             limit: options.start_limit,
         };
         fork::watch();
         let (rank, size) = (rendezvous.rank(), rendezvous.size());
-        let connected = bootstrap::connect(rendezvous, &wishes)?;
-        let Connected {
-            hosts,
-            cores,
-            neighbours,
-            channels,
-            shared,
-            tiers,
-            mut peers,
-            near,
-            remote,
-        } = connected;
-        let tiered = tiers.is_some();
-        let segment = |rank: &usize| neighbours[*rank].clone();
+        let Connected { hosts, cores, neighbours, channels, shared, peers, near, remote } =
+            bootstrap::connect(rendezvous, &wishes)?;
         let way = if size == 1 {
             Way::Alone
         } else if shared {
-            let names: Vec<usize> = (0..size).collect();
-            let members = names.iter().filter_map(segment).collect();
-            Way::Shared(Arena::new(rank, names, members, cores))
-        } else if let Some(tiers) = tiers {
-            let (local, cross) = (tiers.local.clone(), tiers.cross.clone());
-            let (place, host) = (rank % local.len(), rank / local.len());
-            let members = local.iter().filter_map(segment).collect();
-            let links = cross.iter().map(|rank| peers[*rank].take()).collect();
-            let arena = Arena::new(place, local, members, cores);
-            let mesh = Mesh::new(host, cross, links);
-            Way::Tiered(Box::new(Tiered::new(arena, mesh, tiers, rank, options.thresholds, cores)))
+            Way::Shared(Arena::new(rank, neighbours.iter().flatten().cloned().collect(), cores))
         } else {
-            Way::Linked(Mesh::new(rank, (0..size).collect(), peers))
+            Way::Linked(Mesh::new(rank, peers))
         };
         let failed = |error: io::Error| Error::system("the watch thread cannot start", error);
         let health = Health::new(rank, hosts, rendezvous.generation(), neighbours)
@@ -262,7 +222,7 @@ impl Group {
         };
         let inner = Inner {
             health,
-            topology: Topology { ranks: size, shared, cores, tiered },
+            topology: Topology { ranks: size, shared, cores },
             thresholds: options.thresholds,
             forks: fork::forks(),
             watch,
@@ -353,10 +313,8 @@ impl Group {
             }
             Way::Linked(mesh) => {
                 let plan = self.explain(call.kind, call.bytes(), false);
-                let steps = Steps::whole(call.reduction, self.size());
-                mesh.all_reduce(&mut ticket, plan.algorithm, &steps, bytes)
+                mesh.all_reduce(&mut ticket, &plan, bytes)
             }
-            Way::Tiered(tiered) => tiered.all_reduce(&mut ticket, bytes, buckets),
         }
     }
 
@@ -428,8 +386,7 @@ impl Group {
                 // SAFETY: the slice is borrowed mutably for the whole call, and input and output are the same.
                 unsafe { arena.gather(&mut ticket, &plan, tensor, tensor, &ranges, place)? };
             }
-            Way::Linked(mesh) => mesh.broadcast(&mut ticket, plan.algorithm, root, bytes)?,
-            Way::Tiered(tiered) => tiered.broadcast(&mut ticket, bytes, buckets)?,
+            Way::Linked(mesh) => mesh.broadcast(&mut ticket, &plan, bytes)?,
         }
         make_valid(call.dtype, bytes);
         Ok(())
@@ -444,7 +401,6 @@ impl Group {
             Way::Alone => Ok(()),
             Way::Shared(arena) => arena.barrier(&mut ticket),
             Way::Linked(mesh) => mesh.barrier(&mut ticket),
-            Way::Tiered(tiered) => tiered.barrier(&mut ticket),
         }
     }
 
@@ -498,8 +454,6 @@ impl Group {
             arena.barrier(&mut ticket)?;
         } else if let Way::Linked(mesh) = way {
             mesh.barrier(&mut ticket)?;
-        } else if let Way::Tiered(tiered) = way {
-            tiered.barrier(&mut ticket)?;
         }
         let (_, own) = made.map_err(|error| {
             Error::system(format!("no memory for a bucket of {} bytes", call.bytes()), error)
@@ -532,10 +486,6 @@ impl Group {
             Way::Linked(mesh) => {
                 output[ranges[self.rank()].clone()].copy_from_slice(input);
                 mesh.all_gather(&mut ticket, ranges, output)?;
-            }
-            Way::Tiered(tiered) => {
-                output[ranges[self.rank()].clone()].copy_from_slice(input);
-                tiered.all_gather(&mut ticket, ranges, output, buckets)?;
             }
         }
         make_valid(call.dtype, output);

@@ -39,7 +39,6 @@ mod reduction;
 mod rendezvous;
 mod security;
 mod shm;
-mod tiers;
 mod watch;
 
 pub use bucket::Bucket;

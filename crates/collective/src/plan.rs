@@ -27,8 +27,6 @@ pub enum Algorithm {
     Ring,
     /// Links: from the root to its partners, from these to theirs.
     Tree,
-    /// Shared memory inside each host, links between hosts, each rank carrying its share.
-    Tiered,
 }
 
 /// What a plan depends on besides the call.
@@ -40,8 +38,6 @@ pub struct Topology {
     pub shared: bool,
     /// Cores that the ranks of this host may use.
     pub cores: usize,
-    /// Hosts have several ranks each, equally many.
-    pub tiered: bool,
 }
 
 /// Where one algorithm gives way to the next, in bytes.
@@ -96,7 +92,7 @@ pub struct Plan {
 ///
 /// ```
 /// use deuteron_collective::plan::{Algorithm, Kind, Thresholds, Topology, choose};
-/// let laptop = Topology { ranks: 4, shared: true, cores: 2, tiered: false };
+/// let laptop = Topology { ranks: 4, shared: true, cores: 2 };
 /// let plan = choose(Kind::AllReduce, 1 << 20, true, &laptop, &Thresholds::default());
 /// assert_eq!(plan.algorithm, Algorithm::InPlace);
 /// ```
@@ -107,7 +103,7 @@ pub fn choose(
     topology: &Topology,
     thresholds: &Thresholds,
 ) -> Plan {
-    let Topology { ranks, shared, cores, tiered } = *topology;
+    let Topology { ranks, shared, cores } = *topology;
     let crowded = ranks > cores;
     let (one_shot, chunk) = if crowded {
         (thresholds.one_shot_crowded, thresholds.chunk_crowded)
@@ -134,9 +130,6 @@ pub fn choose(
             Algorithm::TwoShot,
             "large: each rank reduces one slice, so that nothing is read twice",
         ),
-        (false, _) if tiered => {
-            (Algorithm::Tiered, "hosts have several ranks: each byte crosses between them once")
-        }
         (false, Kind::AllReduce | Kind::Barrier | Kind::Bucket) if bytes <= thresholds.doubling => {
             (Algorithm::RecursiveDoubling, "small: the fewest messages")
         }
@@ -163,8 +156,8 @@ mod tests {
 
     #[test]
     fn every_band_has_its_algorithm() {
-        let host = |ranks| Topology { ranks, shared: true, cores: 8, tiered: false };
-        let hosts = |ranks| Topology { ranks, shared: false, cores: 8, tiered: false };
+        let host = |ranks| Topology { ranks, shared: true, cores: 8 };
+        let hosts = |ranks| Topology { ranks, shared: false, cores: 8 };
         let cases = [
             (Kind::AllReduce, 1 << 30, false, host(1), Alone),
             (Kind::AllReduce, 40, true, host(2), Inline),
@@ -201,7 +194,7 @@ mod tests {
     #[test]
     fn thresholds_that_cannot_work_are_corrected() {
         let silly = Thresholds { inline: 1000, chunk: 0, ..Thresholds::default() };
-        let topology = Topology { ranks: 2, shared: true, cores: 2, tiered: false };
+        let topology = Topology { ranks: 2, shared: true, cores: 2 };
         let plan = choose(Kind::AllReduce, 41, false, &topology, &silly);
         assert_eq!((plan.algorithm, plan.chunk), (OneShot, MIN_CHUNK));
     }
@@ -209,7 +202,7 @@ mod tests {
     #[test]
     fn crowded_ranks_exchange_less_often() {
         let chunk = |cores| {
-            let topology = Topology { ranks: 4, shared: true, cores, tiered: false };
+            let topology = Topology { ranks: 4, shared: true, cores };
             choose(Kind::AllReduce, 1 << 20, false, &topology, &Thresholds::default()).chunk
         };
         assert!(chunk(2) > chunk(4));

@@ -193,9 +193,8 @@ mod tests {
         call::{Call, Kind},
         error::Result,
         health::{Health, Ticket},
-        kernel::Steps,
         mesh::{Mesh, Peer, algorithms::peers_of},
-        plan::Algorithm,
+        plan::{Algorithm, Plan},
     };
     use std::{io::ErrorKind, sync::atomic::Ordering, thread};
 
@@ -228,8 +227,7 @@ mod tests {
             };
             let mut tensor = Tensor::new(count, |index| me + index);
             self.call(&call, |mesh, ticket| {
-                let steps = Steps::combine(ReduceOp::Sum);
-                mesh.all_reduce(ticket, algorithm, &steps, tensor.bytes())
+                mesh.all_reduce(ticket, &plan(algorithm), tensor.bytes())
             })?;
             tensor.expect(|index| ranks * (ranks - 1) / 2 + ranks * index);
             Ok(())
@@ -257,11 +255,15 @@ mod tests {
             let call = Call { root, ..Call::new(Kind::Broadcast, DType::I32, count) };
             let mut tensor = Tensor::new(count, |index| if me == root { 3 * index } else { -1 });
             self.call(&call, |mesh, ticket| {
-                mesh.broadcast(ticket, algorithm, root, tensor.bytes())
+                mesh.broadcast(ticket, &plan(algorithm), tensor.bytes())
             })?;
             tensor.expect(|index| 3 * index);
             Ok(())
         }
+    }
+
+    fn plan(algorithm: Algorithm) -> Plan {
+        Plan { algorithm, chunk: 1024, reason: "the test says so" }
     }
 
     /// Whole `i32` elements as the mesh wants them: bytes, aligned.
@@ -317,7 +319,7 @@ mod tests {
                 .map(|(rank, peers)| {
                     let nobody = (0..ranks).map(|_| None).collect();
                     let health = Health::new(rank, hosts.clone(), 0, nobody).unwrap();
-                    let rank = Rank { mesh: Mesh::new(rank, (0..ranks).collect(), peers), health };
+                    let rank = Rank { mesh: Mesh::new(rank, peers), health };
                     let body = &body;
                     scope.spawn(move || body(rank))
                 })

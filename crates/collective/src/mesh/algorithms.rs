@@ -4,7 +4,13 @@ use super::{
     Mesh,
     flow::{self, Flow, Landing},
 };
-use crate::{chunk::part, error::Result, health::Ticket, kernel::Steps, plan::Algorithm};
+use crate::{
+    chunk::part,
+    error::Result,
+    health::Ticket,
+    kernel::Steps,
+    plan::{Algorithm, Plan},
+};
 use std::{collections::BTreeSet, ops::Range};
 
 /// The pairs of ranks that the algorithms below use, as the peers of `me`: its neighbours in the ring and its
@@ -32,17 +38,17 @@ fn distances(core: usize) -> impl DoubleEndedIterator<Item = usize> {
 }
 
 impl Mesh {
-    /// Reduces the tensor, or the part of it that the ranks of this mesh have in common, on every rank.
+    /// Reduces the tensor on every rank.
     pub fn all_reduce(
         &mut self,
         ticket: &mut Ticket<'_>,
-        algorithm: Algorithm,
-        steps: &Steps,
+        plan: &Plan,
         tensor: &mut [u8],
     ) -> Result<()> {
-        flow::prescale(ticket.call.dtype, steps.prescale, tensor);
-        let steps = Steps { prescale: 1.0, ..*steps };
-        match algorithm {
+        let (dtype, reduction) = (ticket.call.dtype, ticket.call.reduction);
+        flow::prescale(dtype, reduction.prescale, tensor);
+        let steps = Steps { prescale: 1.0, ..Steps::whole(reduction, self.ranks()) };
+        match plan.algorithm {
             Algorithm::Ring => self.ring_all_reduce(ticket, &steps, tensor)?,
             Algorithm::HalvingDoubling => self.folded(ticket, &steps, tensor, Self::halving)?,
             _ => self.folded(ticket, &steps, tensor, Self::doubling)?,
@@ -77,14 +83,13 @@ impl Mesh {
     pub fn broadcast(
         &mut self,
         ticket: &mut Ticket<'_>,
-        algorithm: Algorithm,
-        root: usize,
+        plan: &Plan,
         tensor: &mut [u8],
     ) -> Result<()> {
-        if algorithm == Algorithm::Tree {
-            self.tree(ticket, root, tensor)?;
+        if plan.algorithm == Algorithm::Tree {
+            self.tree(ticket, tensor)?;
         } else {
-            self.relay(ticket, root, tensor)?;
+            self.relay(ticket, tensor)?;
         }
         self.number += 1;
         Ok(())
@@ -191,7 +196,7 @@ impl Mesh {
     fn halving(&mut self, ticket: &mut Ticket<'_>, steps: &Steps, tensor: &mut [u8]) -> Result<()> {
         let core = core(self.ranks());
         let size = ticket.call.dtype.size();
-        let (me, count) = (self.me, tensor.len() / size);
+        let (me, count) = (self.me, ticket.call.count);
         let bytes = |pieces: &Range<usize>| {
             let start = part(count, core, pieces.start, 1).start;
             start * size..part(count, core, pieces.end - 1, 1).end * size
@@ -227,7 +232,7 @@ impl Mesh {
     ) -> Result<()> {
         let (ranks, size) = (self.ranks(), ticket.call.dtype.size());
         let ranges: Vec<Range<usize>> = (0..ranks)
-            .map(|index| part(tensor.len() / size, ranks, index, 1))
+            .map(|index| part(ticket.call.count, ranks, index, 1))
             .map(|range| range.start * size..range.end * size)
             .collect();
         self.ring(ticket, &ranges, 2 * (ranks - 1), tensor, |step| match step + 2 {
@@ -261,8 +266,8 @@ impl Mesh {
     }
 
     /// From the root around the ring, each rank passing on what has come in.
-    fn relay(&mut self, ticket: &mut Ticket<'_>, root: usize, tensor: &mut [u8]) -> Result<()> {
-        let (me, ranks) = (self.me, self.ranks());
+    fn relay(&mut self, ticket: &mut Ticket<'_>, tensor: &mut [u8]) -> Result<()> {
+        let (me, ranks, root) = (self.me, self.ranks(), ticket.call.root);
         let (right, left) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
         let parent = Some(left).filter(|_| me != root);
         let child = Some(right).filter(|right| *right != root);
@@ -281,8 +286,8 @@ impl Mesh {
 
     /// A binomial tree over the power-of-two ranks, relabelled by exclusive or so that every root uses the same
     /// connections; the remaining ranks hang on their partners.
-    fn tree(&mut self, ticket: &mut Ticket<'_>, root: usize, tensor: &mut [u8]) -> Result<()> {
-        let (me, ranks) = (self.me, self.ranks());
+    fn tree(&mut self, ticket: &mut Ticket<'_>, tensor: &mut [u8]) -> Result<()> {
+        let (me, ranks, root) = (self.me, self.ranks(), ticket.call.root);
         let core = core(ranks);
         let top = if root >= core { root - core } else { root };
         let (parent, mut children) = if me >= core {

@@ -62,8 +62,6 @@ enum Trouble {
 
 pub(crate) struct Mesh {
     me: usize,
-    /// The ranks of the group that its members are.
-    names: Vec<usize>,
     peers: Vec<Option<Peer>>,
     /// Calls made so far.
     number: u64,
@@ -87,9 +85,8 @@ struct Side {
 }
 
 impl Mesh {
-    /// Among the ranks `names`, of which this is the one at `me`.
-    pub fn new(me: usize, names: Vec<usize>, peers: Vec<Option<Peer>>) -> Self {
-        Self { me, names, peers, number: 0, scratch: Vec::new() }
+    pub fn new(me: usize, peers: Vec<Option<Peer>>) -> Self {
+        Self { me, peers, number: 0, scratch: Vec::new() }
     }
 
     fn ranks(&self) -> usize {
@@ -97,9 +94,9 @@ impl Mesh {
     }
 
     fn peer(&mut self, rank: usize) -> Result<&mut Peer> {
-        let (me, other) = (self.names[self.me], self.names[rank]);
+        let me = self.me;
         self.peers[rank].as_mut().ok_or_else(|| {
-            Error::Bootstrap(format!("ranks {me} and {other} are not connected, which is a bug"))
+            Error::Bootstrap(format!("ranks {me} and {rank} are not connected, which is a bug"))
         })
     }
 
@@ -179,13 +176,12 @@ impl Mesh {
                 flow.sent(sent.saturating_sub(unsent));
                 Ok(sent)
             }
-            Err(error) => Err(ticket.broken(self.names[side.peer], &error)),
+            Err(error) => Err(ticket.broken(side.peer, &error)),
         }
     }
 
     fn flush(&mut self, ticket: &Ticket<'_>, peer: usize) -> Result<bool> {
-        let name = self.names[peer];
-        self.peer(peer)?.link.flush().map_err(|error| ticket.broken(name, &error))
+        self.peer(peer)?.link.flush().map_err(|error| ticket.broken(peer, &error))
     }
 
     fn pull(
@@ -195,10 +191,9 @@ impl Mesh {
         expected: &Header,
         flow: &mut Flow<'_>,
     ) -> Result<usize> {
-        let name = self.names[side.peer];
         let peer = self.peer(side.peer)?;
         if let Some(error) = peer.broken.take() {
-            return Err(ticket.broken(name, &error));
+            return Err(ticket.broken(side.peer, &error));
         }
         let payload = expected.length as usize;
         let mut received = 0;
@@ -209,15 +204,15 @@ impl Mesh {
                     peer.pending = None;
                     received = Header::BYTES;
                 }
-                Ok(Some(header)) => return Err(unexpected(ticket, name, header, expected)),
-                Err(trouble) => return Err(in_trouble(ticket, name, &trouble)),
+                Ok(Some(header)) => return Err(unexpected(ticket, side.peer, header, expected)),
+                Err(trouble) => return Err(in_trouble(ticket, side.peer, &trouble)),
             }
         }
         while side.left > received {
             let read = match peer.link.receive(flow.incoming()) {
                 Ok(0) => break,
                 Ok(read) => read,
-                Err(error) => return Err(ticket.broken(name, &error)),
+                Err(error) => return Err(ticket.broken(side.peer, &error)),
             };
             flow.received(read);
             received += read;
@@ -237,7 +232,7 @@ impl Mesh {
         payload: usize,
         flow: &Flow<'_>,
     ) -> Result<()> {
-        let waits_for = || out.into_iter().chain(into).map(|side| self.names[side.peer]).collect();
+        let waits_for = || out.into_iter().chain(into).map(|side| side.peer).collect();
         ticket.check(waits_for)?;
         let mut ready = false;
         let mut watched = Vec::new();
@@ -267,7 +262,6 @@ impl Mesh {
         }
         drop(fds);
         for rank in watched {
-            let name = self.names[rank];
             let peer = self.peer(rank)?;
             match peer.look() {
                 Ok(None) => {}
@@ -280,12 +274,12 @@ impl Mesh {
                         || (header.number == self.number && header.call != *ticket.call);
                     if odd {
                         let expected = self.header(ticket, header.step, header.length as usize);
-                        return Err(unexpected(ticket, name, &header, &expected));
+                        return Err(unexpected(ticket, rank, &header, &expected));
                     }
                 }
                 // A peer that has done its part may close; it matters once this rank needs it.
                 Err(Trouble::Io(error)) => peer.broken = Some(error),
-                Err(trouble) => return Err(in_trouble(ticket, name, &trouble)),
+                Err(trouble) => return Err(in_trouble(ticket, rank, &trouble)),
             }
         }
         Ok(())

@@ -17,12 +17,10 @@ pub enum Over {
     Tls,
     /// Every third rank shares no memory: pipes among the others, TCP to and from it.
     Mixed,
-    /// Hosts of two ranks each (the last has one if there is an odd number): shared memory inside, TLS between.
-    Hosts,
 }
 
 impl Over {
-    pub const ALL: [Self; 5] = [Self::SharedMemory, Self::Tcp, Self::Tls, Self::Mixed, Self::Hosts];
+    pub const ALL: [Self; 4] = [Self::SharedMemory, Self::Tcp, Self::Tls, Self::Mixed];
 
     pub fn options(self, rank: usize) -> GroupOptions {
         let options = GroupOptions::default().limit(Duration::from_secs(60));
@@ -31,9 +29,6 @@ impl Over {
             Self::Tcp => options.share_memory(false),
             Self::Tls => options.share_memory(false).security(Security::Tls(job().member())),
             Self::Mixed => options.share_memory(rank % 3 != 1),
-            Self::Hosts => options
-                .memory_domain(format!("host {}", rank / 2))
-                .security(Security::Tls(job().member())),
         }
     }
 }
