@@ -474,7 +474,7 @@ fn the_last_call_is_whole_for_everybody() {
 /// Two groups of the same threads, and groups of other threads at the same time, do not disturb each other.
 #[test]
 fn groups_are_independent() {
-    let all_at_once = Barrier::new(4);
+    let all_at_once = Barrier::new(Over::ALL.len());
     thread::scope(|scope| {
         for (index, over) in Over::ALL.into_iter().enumerate() {
             let all_at_once = &all_at_once;
@@ -547,7 +547,7 @@ fn groups_leave_nothing_behind() {
     // What is made once per process.
     Over::ALL.into_iter().for_each(round);
     let before = everything();
-    (0..100).for_each(|index| round(Over::ALL[index % 4]));
+    (0..100).for_each(|index| round(Over::ALL[index % Over::ALL.len()]));
     let start = std::time::Instant::now();
     // The threads of the time limits end on their own, a moment later.
     let grown = || {
