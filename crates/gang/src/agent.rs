@@ -1,7 +1,7 @@
 //! The supervisor's hand on a host: starts tasks, passes on what they say, ends them.
 //!
 //! - AGENT-1: a task never outlives its agent: it dies with it (death signal), has a process group that is killed as a
-//!   whole, and what it leaves behind comes to the agent (subreaper), which ends it.
+//!   whole, by a warden if the agent cannot, and what leaves the group comes to the agent (subreaper), which ends it.
 //! - AGENT-2: without a supervisor (standard input ends, the connection closes, silence for 30 s) tasks are ended.
 
 use crate::{
