@@ -271,16 +271,18 @@ same run, and beside them the limit.
 
 How it is measured:
 
-- One process per rank. Every rank rewrites its whole buffer, waits at a barrier, and makes the timed call: an
-  all-reduce (sum) in place. The slowest rank's time counts. A time is the median over the calls of a repetition, then
+- One process per rank. Every rank rewrites its whole buffer, waits at a barrier, makes the timed call (an all-reduce,
+  sum, in place) and waits again: otherwise a rank that shares a core with one that rewrites its buffer already would
+  see the end of the call late. The slowest rank's time counts. A time is the median over the calls of a repetition, then
   over repetitions; "lowest to highest" are single repetitions. A ratio is taken in each repetition, then the median:
   a machine whose cores move closer or further apart from one minute to the next does so for both sides.
 - First and last results of every size are checked on every rank, all elements.
 - GB/s is the size of one rank's buffer over the time.
 - MPI has no bf16: Open MPI sums it by a user-defined operation on 16-bit integers, whose loop is vectorised. It yields
   when ranks share a core (`--oversubscribe`), and binds ranks to cores as it does by default when they do not.
-- Two hosts are two network namespaces with a virtual cable, so both share the machine's cores. 1 Gbit/s is `tc tbf` on
-  both ends.
+- Two hosts are two network namespaces with a virtual cable, so both share the machine's cores. All use
+  the same congestion control, reno: with BBR, the default of some machines, which paces by round trips that a virtual
+  cable does not have, all are half as fast. 1 Gbit/s is `tc tbf` on both ends.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
