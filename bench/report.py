@@ -272,10 +272,11 @@ same run, and beside them the limit.
 How it is measured:
 
 - One process per rank. Every rank rewrites its whole buffer, waits at a barrier, makes the timed call (an all-reduce,
-  sum, in place) and waits again: otherwise a rank that shares a core with one that rewrites its buffer already would
-  see the end of the call late. The slowest rank's time counts. A time is the median over the calls of a repetition, then
-  over repetitions; "lowest to highest" are single repetitions. A ratio is taken in each repetition, then the median:
-  a machine whose cores move closer or further apart from one minute to the next does so for both sides.
+  sum, in place) and waits again: otherwise a rank that shares a core with one that rewrites its buffer already
+  would see the end of the call late. The slowest rank's time counts. A time is the median over the calls of a
+  repetition, then over repetitions; "lowest to highest" are single repetitions. A ratio is taken in each
+  repetition, then the median: a machine whose cores move closer or further apart from one minute to the next does
+  so for both sides.
 - First and last results of every size are checked on every rank, all elements.
 - GB/s is the size of one rank's buffer over the time.
 - MPI has no bf16: Open MPI sums it by a user-defined operation on 16-bit integers, whose loop is vectorised. It yields
