@@ -12,100 +12,22 @@ use crate::{
     health::{Health, Ticket},
     kernel::{self, Steps},
     mesh::Mesh,
+    options::GroupOptions,
     plan::{self, Algorithm, Plan, Thresholds, Topology},
     rendezvous::Rendezvous,
-    security::Security,
     shm::{
         handover::{Channel, single},
         mapping::Mapping,
     },
-    watch::{Heartbeat, Watch},
+    watch::Watch,
 };
 use rustix::fd::AsFd;
 use std::{
     fmt, io,
-    net::IpAddr,
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
-
-/// How a group is made.
-///
-/// ```
-/// use deuteron_collective::GroupOptions;
-/// use std::time::Duration;
-/// let options = GroupOptions::default().limit(Duration::from_secs(600)).host("node-1");
-/// ```
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct GroupOptions {
-    security: Security,
-    address: Option<IpAddr>,
-    host: Option<String>,
-    share_memory: bool,
-    limit: Option<Duration>,
-    start_limit: Duration,
-    heartbeat: Heartbeat,
-    thresholds: Thresholds,
-}
-
-impl Default for GroupOptions {
-    fn default() -> Self {
-        Self {
-            security: Security::default(),
-            address: None,
-            host: None,
-            share_memory: true,
-            limit: None,
-            start_limit: Duration::from_secs(60),
-            heartbeat: Heartbeat::default(),
-            thresholds: Thresholds::default(),
-        }
-    }
-}
-
-impl GroupOptions {
-    /// How connections between hosts are protected.
-    pub fn security(self, security: Security) -> Self {
-        Self { security, ..self }
-    }
-
-    /// The address of this host at which others reach it; by default the one that the rendezvous knows.
-    pub fn address(self, address: IpAddr) -> Self {
-        Self { address: Some(address), ..self }
-    }
-
-    /// The name of this host in messages; by default its own.
-    pub fn host(self, name: impl Into<String>) -> Self {
-        Self { host: Some(name.into()), ..self }
-    }
-
-    /// Whether to look for ranks on this host to share memory with. Off, everything goes over TCP.
-    pub fn share_memory(self, share_memory: bool) -> Self {
-        Self { share_memory, ..self }
-    }
-
-    /// The most that a call may wait. By default it waits as long as every rank is alive.
-    pub fn limit(self, limit: Duration) -> Self {
-        Self { limit: Some(limit), ..self }
-    }
-
-    /// The most that making the group may take; a minute by default.
-    pub fn start_limit(self, start_limit: Duration) -> Self {
-        Self { start_limit, ..self }
-    }
-
-    /// How fast a silent rank is given up.
-    pub fn heartbeat(self, heartbeat: Heartbeat) -> Self {
-        Self { heartbeat, ..self }
-    }
-
-    /// Where one algorithm gives way to the next; the same on every rank.
-    pub fn thresholds(self, thresholds: Thresholds) -> Self {
-        Self { thresholds, ..self }
-    }
-}
 
 /// What every rank contributed to an all-gather of varied sizes.
 #[derive(Clone, Debug, PartialEq)]
@@ -150,13 +72,13 @@ struct Inner {
     topology: Topology,
     thresholds: Thresholds,
     forks: u32,
-    /// Says goodbye before the engine's connections close: fields are dropped in this order.
+    /// Says goodbye before the connections close: fields are dropped in this order.
     watch: Option<Watch>,
-    engine: Mutex<Engine>,
+    parts: Mutex<Parts>,
 }
 
 /// What a call works with, one call at a time.
-struct Engine {
+struct Parts {
     way: Way,
     buckets: Buckets,
     channels: Vec<Option<Channel>>,
@@ -179,9 +101,9 @@ impl Drop for Inner {
         if self.forks != fork::forks() {
             // A forked child: the watch thread and the connections are its parent's.
             let nothing =
-                Engine { way: Way::Alone, buckets: Buckets::default(), channels: Vec::new() };
+                Parts { way: Way::Alone, buckets: Buckets::default(), channels: Vec::new() };
             std::mem::forget(self.watch.take());
-            std::mem::forget(std::mem::replace(&mut self.engine, Mutex::new(nothing)));
+            std::mem::forget(std::mem::replace(&mut self.parts, Mutex::new(nothing)));
         } else if let Some(own) = &self.health.neighbours[self.health.rank] {
             own.leave();
         }
@@ -226,7 +148,7 @@ impl Group {
             thresholds: options.thresholds,
             forks: fork::forks(),
             watch,
-            engine: Mutex::new(Engine { way, buckets: Buckets::default(), channels }),
+            parts: Mutex::new(Parts { way, buckets: Buckets::default(), channels }),
         };
         let group = Self { inner: Arc::new(inner), limit: options.limit };
         // Nobody returns before everybody watches: from here on a death has a name.
@@ -293,10 +215,10 @@ impl Group {
             reduction: reduction.into(),
             ..Call::new(Kind::AllReduce, T::DTYPE, tensor.len())
         };
-        let mut engine = self.enter(&call)?;
+        let mut parts = self.enter(&call)?;
         let mut ticket = self.ticket(&call);
         let bytes = bytes_mut(tensor);
-        let Engine { way, buckets, .. } = &mut *engine;
+        let Parts { way, buckets, .. } = &mut *parts;
         match way {
             Way::Alone => {
                 let steps = Steps::whole(call.reduction, 1);
@@ -370,11 +292,11 @@ impl Group {
             return Err(Error::Invalid(format!("there is no rank {root} among {}", self.size())));
         }
         let call = Call { root, ..Call::new(Kind::Broadcast, T::DTYPE, tensor.len()) };
-        let mut engine = self.enter(&call)?;
+        let mut parts = self.enter(&call)?;
         let mut ticket = self.ticket(&call);
         let plan = self.explain(call.kind, call.bytes(), false);
         let bytes = bytes_mut(tensor);
-        let Engine { way, buckets, .. } = &mut *engine;
+        let Parts { way, buckets, .. } = &mut *parts;
         match way {
             Way::Alone => {}
             Way::Shared(arena) => {
@@ -395,9 +317,9 @@ impl Group {
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<()> {
         let call = Call::new(Kind::Barrier, DType::U8, 0);
-        let mut engine = self.enter(&call)?;
+        let mut parts = self.enter(&call)?;
         let mut ticket = self.ticket(&call);
-        match &mut engine.way {
+        match &mut parts.way {
             Way::Alone => Ok(()),
             Way::Shared(arena) => arena.barrier(&mut ticket),
             Way::Linked(mesh) => mesh.barrier(&mut ticket),
@@ -408,10 +330,10 @@ impl Group {
     /// calls it with the same length. Where ranks do not share memory it is memory like any other.
     pub fn bucket<T: Element>(&self, len: usize) -> Result<Bucket<T>> {
         let call = Call::new(Kind::Bucket, T::DTYPE, len);
-        let mut engine = self.enter(&call)?;
+        let mut parts = self.enter(&call)?;
         let mut ticket = self.ticket(&call);
         let made = Mapping::create("deuteron-bucket", call.bytes().max(1));
-        let Engine { way, buckets, channels } = &mut *engine;
+        let Parts { way, buckets, channels } = &mut *parts;
         let mut theirs: Vec<Option<Mapping>> = channels.iter().map(|_| None).collect();
         if let Way::Shared(arena) = way {
             // All agree on the call, and that memory could be had everywhere, before descriptors travel.
@@ -470,11 +392,11 @@ impl Group {
         output: &mut [T],
         ranges: &[Range<usize>],
     ) -> Result<()> {
-        let mut engine = self.enter(call)?;
+        let mut parts = self.enter(call)?;
         let mut ticket = self.ticket(call);
         let plan = self.explain(call.kind, call.bytes(), false);
         let (input, output) = (bytes(input), bytes_mut(output));
-        let Engine { way, buckets, .. } = &mut *engine;
+        let Parts { way, buckets, .. } = &mut *parts;
         match way {
             Way::Alone => output.copy_from_slice(input),
             Way::Shared(arena) => {
@@ -507,7 +429,7 @@ impl Group {
     }
 
     /// Refuses a call on a group that is dead or another process's.
-    fn enter(&self, call: &Call) -> Result<MutexGuard<'_, Engine>> {
+    fn enter(&self, call: &Call) -> Result<MutexGuard<'_, Parts>> {
         if self.inner.forks != fork::forks() {
             return Err(Error::Invalid(
                 "this process is a fork of the rank that made the group; only the rank may use it"
@@ -517,7 +439,7 @@ impl Group {
         if self.inner.health.failure().is_some() {
             return Err(self.inner.health.error(call));
         }
-        Ok(self.inner.engine.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.inner.parts.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

@@ -6,7 +6,7 @@
 //!
 //! | module | one sentence |
 //! |---|---|
-//! | `group` | the calls that users make |
+//! | `group`, `options` | the calls that users make, and how a group is made |
 //! | `plan` | which algorithm a call uses, and why |
 //! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
 //! | `mesh`, `link` | collectives over streams of bytes, and the streams |
@@ -33,6 +33,7 @@ mod health;
 mod kernel;
 mod link;
 mod mesh;
+mod options;
 pub mod plan;
 mod process;
 mod reduction;
@@ -44,7 +45,8 @@ mod watch;
 pub use bucket::Bucket;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use group::{Gathered, Group, GroupOptions};
+pub use group::{Gathered, Group};
+pub use options::GroupOptions;
 pub use plan::Kind;
 pub use reduction::{ReduceOp, Reduction};
 pub use rendezvous::{LocalRendezvous, MAX_MESSAGE, Rendezvous, TcpRendezvous};
