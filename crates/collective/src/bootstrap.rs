@@ -109,6 +109,8 @@ pub(crate) struct Wishes<'a> {
     pub address: Option<IpAddr>,
     pub share_memory: bool,
     pub limit: Duration,
+    /// Links between the lowest rank and every other, instead of those that collectives need.
+    pub star: bool,
 }
 
 /// A neighbour whose memory has arrived.
@@ -181,8 +183,12 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         connected.neighbours[rank] = Some(segment);
         connected.channels[rank] = Some(channel);
     }
-    if !shared {
-        let peers = peers_of(me, size);
+    if !shared || wishes.star {
+        let peers = match wishes.star {
+            false => peers_of(me, size),
+            true if me == 0 => (1..size).collect(),
+            true => BTreeSet::from([0]),
+        };
         let (near, far): (Vec<usize>, Vec<usize>) =
             peers.iter().partition(|peer| shares(me, **peer));
         open_pipes(&mut connected, rendezvous, me, &near)?;

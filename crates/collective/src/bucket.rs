@@ -1,7 +1,12 @@
 //! Buckets: memory of the group that tensors live in and are reduced in, without a copy.
 #![expect(unsafe_code, reason = "a bucket hands out memory that peers write during a call")]
 
-use crate::{Element, shm::mapping::Mapping};
+use crate::{
+    Element,
+    error::{Error, Result},
+    shm::mapping::Mapping,
+};
+use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
     fmt,
@@ -36,7 +41,7 @@ impl BucketMemory {
 }
 
 /// A tensor's place in registered memory, in one word: zero is none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct Location(u64);
 
 impl Location {
@@ -44,7 +49,7 @@ impl Location {
     const OFFSET_BITS: u32 = 40;
 
     /// A bucket beyond 2²⁴ or an offset beyond a tebibyte cannot be told, and is treated as plain memory.
-    fn new(id: u32, offset: usize) -> Self {
+    pub fn new(id: u32, offset: usize) -> Self {
         let (id, offset) = (u64::from(id) + 1, offset as u64);
         if id >> (64 - Self::OFFSET_BITS) != 0 || offset >> Self::OFFSET_BITS != 0 {
             return Self::PLAIN;
@@ -70,6 +75,11 @@ impl Location {
 
     pub fn id(self) -> u32 {
         (self.0 >> Self::OFFSET_BITS).saturating_sub(1) as u32
+    }
+
+    /// Whether `next` is where `bytes` from here end, in the same bucket.
+    pub fn is_followed_by(self, bytes: u64, next: Self) -> bool {
+        self.id() == next.id() && self.0 + bytes == next.0
     }
 }
 
@@ -132,6 +142,8 @@ pub(crate) struct Place<'a> {
 /// ```
 pub struct Bucket<T> {
     memory: Arc<BucketMemory>,
+    /// The first element's place in the memory.
+    start: usize,
     len: usize,
     element: PhantomData<T>,
 }
@@ -139,11 +151,44 @@ pub struct Bucket<T> {
 impl<T: Element> Bucket<T> {
     /// `memory` is zeroed, holds `len` elements, and no other bucket is made of it.
     pub(crate) fn new(memory: Arc<BucketMemory>, len: usize) -> Self {
-        Self { memory, len, element: PhantomData }
+        Self { memory, start: 0, len, element: PhantomData }
     }
 
     fn base(&self) -> *mut T {
-        self.memory.own.base().cast()
+        self.memory.own.base().cast::<T>().wrapping_add(self.start)
+    }
+
+    /// Divides it into tensors of these lengths, side by side in the same memory. What is left over is given up.
+    ///
+    /// ```
+    /// # use deuteron_collective::{Group, GroupOptions, LocalRendezvous, ReduceOp};
+    /// # let rendezvous = LocalRendezvous::group(1).remove(0);
+    /// let group = Group::connect(&rendezvous, GroupOptions::default())?;
+    /// let [weights, bias] = group.bucket::<f32>(110)?.split([100, 10])?;
+    /// assert_eq!((weights.len(), bias.len()), (100, 10));
+    /// # Ok::<(), deuteron_collective::Error>(())
+    /// ```
+    pub fn split<const N: usize>(self, lengths: [usize; N]) -> Result<[Self; N]> {
+        let parts = self.split_all(&lengths)?;
+        <[Self; N]>::try_from(parts).map_err(|_| Error::Invalid("parts are missing".into()))
+    }
+
+    /// The same for a number of lengths that is not known beforehand.
+    pub fn split_all(self, lengths: &[usize]) -> Result<Vec<Self>> {
+        let wanted = lengths.iter().fold(0usize, |all, length| all.saturating_add(*length));
+        if wanted > self.len {
+            return Err(Error::Invalid(format!(
+                "tensors of {wanted} elements together do not fit into a bucket of {}",
+                self.len
+            )));
+        }
+        let mut start = self.start;
+        let part = |len: &usize| {
+            let (memory, at) = (Arc::clone(&self.memory), start);
+            start += len;
+            Self { memory, start: at, len: *len, element: PhantomData }
+        };
+        Ok(lengths.iter().map(part).collect())
     }
 }
 
@@ -151,7 +196,7 @@ impl<T: Element> Deref for Bucket<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the mapping is page aligned, holds `len` elements, was zeroed at the start and is written by
+        // SAFETY: the mapping is page aligned, holds `start + len` elements, was zeroed at the start and is written by
         // peers only during a call that holds it mutably.
         unsafe { std::slice::from_raw_parts(self.base(), self.len) }
     }

@@ -1,10 +1,11 @@
 //! One collective call as all ranks must agree on it.
 
 use crate::{DType, ReduceOp, Reduction};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Which operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Kind {
     /// Every rank gets the combination of all ranks' elements.
@@ -19,16 +20,22 @@ pub enum Kind {
     Barrier = 4,
     /// Memory of the group is made.
     Bucket = 5,
+    /// Every rank gets its part of the combination.
+    ReduceScatter = 6,
+    /// Every rank gets its part of everybody's elements.
+    AllToAll = 7,
 }
 
 impl Kind {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 8] = [
         Self::AllReduce,
         Self::AllGather,
         Self::AllGatherVaried,
         Self::Broadcast,
         Self::Barrier,
         Self::Bucket,
+        Self::ReduceScatter,
+        Self::AllToAll,
     ];
 
     /// The name users write.
@@ -40,6 +47,8 @@ impl Kind {
             Self::Broadcast => "broadcast",
             Self::Barrier => "barrier",
             Self::Bucket => "bucket",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
         }
     }
 }
@@ -114,14 +123,7 @@ impl fmt::Display for Call {
         match self.kind {
             Kind::Barrier => write!(f, "{name}()"),
             Kind::AllReduce => {
-                write!(f, "{name}({dtype} × {count}, {}", self.reduction.op.name())?;
-                if self.reduction.prescale != 1.0 {
-                    write!(f, ", prescale {}", self.reduction.prescale)?;
-                }
-                if self.reduction.postscale != 1.0 {
-                    write!(f, ", postscale {}", self.reduction.postscale)?;
-                }
-                f.write_str(")")
+                write!(f, "{name}({dtype} × {count}, {})", self.reduction)
             }
             Kind::Broadcast => write!(f, "{name}({dtype} × {count}, root {})", self.root),
             _ => write!(f, "{name}({dtype} × {count})"),

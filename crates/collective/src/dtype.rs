@@ -1,9 +1,10 @@
 //! Element types: what a tensor's memory is made of.
 
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 /// The type of one element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum DType {
     /// One byte, zero or one.
@@ -78,6 +79,55 @@ impl DType {
         Self::ALL.get(usize::from(code)).copied()
     }
 }
+
+/// Evaluates an expression with a name standing for the Rust type of a [`DType`].
+macro_rules! with_element {
+    ($dtype:expr, $name:ident => $body:expr) => {
+        match $dtype {
+            $crate::DType::Bool => {
+                type $name = bool;
+                $body
+            }
+            $crate::DType::U8 => {
+                type $name = u8;
+                $body
+            }
+            $crate::DType::I8 => {
+                type $name = i8;
+                $body
+            }
+            $crate::DType::I16 => {
+                type $name = i16;
+                $body
+            }
+            $crate::DType::I32 => {
+                type $name = i32;
+                $body
+            }
+            $crate::DType::I64 => {
+                type $name = i64;
+                $body
+            }
+            $crate::DType::F16 => {
+                type $name = half::f16;
+                $body
+            }
+            $crate::DType::Bf16 => {
+                type $name = half::bf16;
+                $body
+            }
+            $crate::DType::F32 => {
+                type $name = f32;
+                $body
+            }
+            $crate::DType::F64 => {
+                type $name = f64;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_element;
 
 mod sealed {
     pub trait Sealed {}

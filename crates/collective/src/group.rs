@@ -11,7 +11,8 @@ use crate::{
     fork,
     health::{Health, Ticket},
     kernel::{self, Steps},
-    mesh::Mesh,
+    link::Link,
+    mesh::{Mesh, Peer},
     options::GroupOptions,
     plan::{self, Algorithm, Plan, Thresholds, Topology},
     rendezvous::Rendezvous,
@@ -24,6 +25,7 @@ use crate::{
 use rustix::fd::AsFd;
 use std::{
     fmt, io,
+    net::IpAddr,
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -71,6 +73,9 @@ struct Inner {
     health: Arc<Health>,
     topology: Topology,
     thresholds: Thresholds,
+    /// What the group was made with, for what is made of it later.
+    options: GroupOptions,
+    address: Option<IpAddr>,
     forks: u32,
     /// Says goodbye before the connections close: fields are dropped in this order.
     watch: Option<Watch>,
@@ -115,10 +120,11 @@ impl Group {
     pub fn connect(rendezvous: &dyn Rendezvous, options: GroupOptions) -> Result<Self> {
         let wishes = Wishes {
             security: &options.security,
-            host: options.host,
+            host: options.host.clone(),
             address: options.address,
             share_memory: options.share_memory,
             limit: options.start_limit,
+            star: false,
         };
         fork::watch();
         let (rank, size) = (rendezvous.rank(), rendezvous.size());
@@ -146,13 +152,16 @@ impl Group {
             health,
             topology: Topology { ranks: size, shared, cores },
             thresholds: options.thresholds,
+            address: rendezvous.address(),
             forks: fork::forks(),
             watch,
             parts: Mutex::new(Parts { way, buckets: Buckets::default(), channels }),
+            options,
         };
-        let group = Self { inner: Arc::new(inner), limit: options.limit };
+        let (limit, start_limit) = (inner.options.limit, inner.options.start_limit);
+        let group = Self { inner: Arc::new(inner), limit };
         // Nobody returns before everybody watches: from here on a death has a name.
-        group.within(options.start_limit).barrier()?;
+        group.within(start_limit).barrier()?;
         Ok(group)
     }
 
@@ -414,6 +423,45 @@ impl Group {
         Ok(())
     }
 
+    /// Where a tensor lies, if its memory is registered.
+    pub(crate) fn locate(&self, tensor: *const u8, bytes: usize) -> Location {
+        let parts = self.inner.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        parts.buckets.locate(tensor, bytes)
+    }
+
+    pub(crate) fn health(&self) -> &Arc<Health> {
+        &self.inner.health
+    }
+
+    pub(crate) fn limit(&self) -> Option<Duration> {
+        self.limit
+    }
+
+    /// Whether a rank shares memory with this one.
+    pub(crate) fn is_near(&self, rank: usize) -> bool {
+        self.inner.health.neighbours[rank].is_some()
+    }
+
+    /// Whether ranks have to share cores.
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.inner.topology.ranks > self.inner.topology.cores
+    }
+
+    /// Links between the lowest rank and every other, made by all ranks together.
+    pub(crate) fn star(&self) -> Result<Vec<Option<Box<dyn Link>>>> {
+        let options = &self.inner.options;
+        let wishes = Wishes {
+            security: &options.security,
+            host: options.host.clone(),
+            address: options.address,
+            share_memory: options.share_memory,
+            limit: options.start_limit,
+            star: true,
+        };
+        let connected = bootstrap::connect(&Among(self), &wishes)?;
+        Ok(connected.peers.into_iter().map(|peer| peer.map(Peer::into_link)).collect())
+    }
+
     /// Where a tensor lies, if its memory is registered and the call is large enough to use that.
     fn place<'a>(&self, call: &Call, tensor: *const u8, buckets: &'a Buckets) -> Place<'a> {
         let plan = self.explain(call.kind, call.bytes(), true);
@@ -440,6 +488,49 @@ impl Group {
             return Err(self.inner.health.error(call));
         }
         Ok(self.inner.parts.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The rendezvous of ranks that are a group already.
+struct Among<'a>(&'a Group);
+
+impl Rendezvous for Among<'_> {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    fn generation(&self) -> u64 {
+        self.0.generation()
+    }
+
+    fn all_gather(&self, message: &[u8], limit: Duration) -> Result<Vec<Vec<u8>>> {
+        let Gathered { values, counts } = self.0.within(limit).all_gather_varied(message)?;
+        let mut rest = &values[..];
+        let mut take = |count: usize| {
+            let (one, after) = rest.split_at(count);
+            rest = after;
+            one.to_vec()
+        };
+        Ok(counts.into_iter().map(&mut take).collect())
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.0.inner.health.failure() {
+            Some(_) => Err(self.0.inner.health.error(&"connecting")),
+            None => Ok(()),
+        }
+    }
+
+    fn abandon(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+
+    fn address(&self) -> Option<IpAddr> {
+        self.0.inner.address
     }
 }
 

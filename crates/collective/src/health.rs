@@ -97,6 +97,36 @@ impl Health {
         }
     }
 
+    /// The error for a broken connection. Why it broke is better known to whoever watches the process behind
+    /// it: give it a moment.
+    #[cold]
+    pub fn broken(&self, rank: usize, error: &io::Error, operation: &dyn Display) -> Error {
+        let start = Instant::now();
+        while start.elapsed() < EXPLANATION {
+            if self.failure().is_some() {
+                return self.error(operation);
+            }
+            if self.has_left(rank) {
+                return self.missed(rank, operation);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        self.fail(Failure::lost(
+            rank,
+            self.host(rank),
+            format!("the connection to it broke: {error}"),
+        ));
+        self.error(operation)
+    }
+
+    /// The error for a rank that dropped its group while others still wait for it.
+    fn missed(&self, rank: usize, operation: &dyn Display) -> Error {
+        let cause =
+            "it left the group before this call (its function returned, or it dropped the group)";
+        self.fail(Failure::lost(rank, self.host(rank), cause));
+        self.error(operation)
+    }
+
     /// Whether a rank has dropped its group in good order.
     pub fn has_left(&self, rank: usize) -> bool {
         self.left[rank].load(Ordering::Acquire)
@@ -153,7 +183,9 @@ impl<'a> Ticket<'a> {
     /// bytes may still be on the way after its goodbye; there the end of the link tells.)
     pub fn check_near(&mut self, ranks: impl Fn() -> Vec<usize>) -> Result<()> {
         match ranks().into_iter().find(|rank| self.health.has_left(*rank)) {
-            Some(rank) if self.health.failure().is_none() => Err(self.has_left(rank)),
+            Some(rank) if self.health.failure().is_none() => {
+                Err(self.health.missed(rank, self.call))
+            }
             _ => self.check(ranks),
         }
     }
@@ -171,29 +203,8 @@ impl<'a> Ticket<'a> {
         self.health.error(self.call)
     }
 
-    /// The error for a rank that dropped its group while others still wait for it.
-    pub fn has_left(&self, rank: usize) -> Error {
-        self.lost(
-            rank,
-            "it left the group before this call (its function returned, or it dropped the group)",
-        )
-    }
-
-    /// The error for a broken connection. Why it broke is better known to whoever watches the process behind
-    /// it: give it a moment.
-    #[cold]
     pub fn broken(&self, rank: usize, error: &io::Error) -> Error {
-        let start = Instant::now();
-        while start.elapsed() < EXPLANATION {
-            if self.health.failure().is_some() {
-                return self.health.error(self.call);
-            }
-            if self.health.has_left(rank) {
-                return self.has_left(rank);
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        self.lost(rank, format!("the connection to it broke: {error}"))
+        self.health.broken(rank, error, self.call)
     }
 
     fn names(&self, ranks: &[usize]) -> String {

@@ -7,6 +7,7 @@
 //! | module | one sentence |
 //! |---|---|
 //! | `group`, `options` | the calls that users make, and how a group is made |
+//! | `engine` | named operations in any order, fused and overlapped |
 //! | `plan` | which algorithm a call uses, and why |
 //! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
 //! | `mesh`, `link` | collectives over streams of bytes, and the streams |
@@ -22,6 +23,7 @@ mod bucket;
 mod call;
 mod chunk;
 mod dtype;
+mod engine;
 mod error;
 mod fork;
 #[doc(hidden)]
@@ -44,6 +46,10 @@ mod watch;
 
 pub use bucket::Bucket;
 pub use dtype::{DType, Element};
+pub use engine::{
+    Buffer, Engine, EngineOptions, Gathering, Handle, Output, RawTensor, Receipt, Shape,
+    Submission, Together,
+};
 pub use error::{Error, Result};
 pub use group::{Gathered, Group};
 pub use options::GroupOptions;

@@ -1,7 +1,10 @@
 //! What a reduction computes: the operation and its scales.
 
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
 /// How elements of different ranks are combined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum ReduceOp {
     /// Sum; logical or for `bool`; integers wrap.
@@ -43,7 +46,7 @@ impl ReduceOp {
 /// let halved = Reduction::from(ReduceOp::Sum).prescale(0.5);
 /// assert_eq!(halved.op, ReduceOp::Sum);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reduction {
     /// How inputs are combined.
     pub op: ReduceOp,
@@ -70,5 +73,18 @@ impl Reduction {
     #[must_use]
     pub fn postscale(self, factor: f64) -> Self {
         Self { postscale: factor, ..self }
+    }
+}
+
+impl fmt::Display for Reduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.op.name())?;
+        if self.prescale != 1.0 {
+            write!(f, ", prescale {}", self.prescale)?;
+        }
+        if self.postscale != 1.0 {
+            write!(f, ", postscale {}", self.postscale)?;
+        }
+        Ok(())
     }
 }

@@ -38,6 +38,10 @@ impl Peer {
         Self { link, partial: [0; Header::BYTES], filled: 0, pending: None, broken: None }
     }
 
+    pub fn into_link(self) -> Box<dyn Link> {
+        self.link
+    }
+
     /// Reads on until a header is whole.
     fn look(&mut self) -> Result<Option<&Header>, Trouble> {
         while self.pending.is_none() {
