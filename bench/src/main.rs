@@ -1,7 +1,7 @@
 //! One rank of the benchmark: our side and the limits it is measured against.
 //!
 //! ```text
-//! deuteron-bench registered|plain|raw [--tls DIR] OUT RANK RANKS ADDRESS BLOCK...
+//! deuteron-bench registered|plain|raw|named|many|many-plain|waiting [--tls DIR] OUT RANK RANKS ADDRESS BLOCK...
 //! deuteron-bench loop OUT RANK RANKS DESCRIPTOR BLOCK...
 //! deuteron-bench identity DIR
 //! ```
@@ -10,6 +10,7 @@
 //! `type bytes nanoseconds...`. A wrong result ends the run. `run.py` starts the ranks.
 
 mod bare_loop;
+mod engine;
 mod identity;
 mod measure;
 mod ours;
@@ -19,6 +20,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use engine::Way;
 use measure::{Failure, Job};
 
 fn main() -> ExitCode {
@@ -55,6 +57,16 @@ fn run() -> Result<(), Failure> {
     match mode.as_str() {
         "registered" => ours::run(&job, tls.as_deref(), true),
         "plain" => ours::run(&job, tls.as_deref(), false),
+        "named" | "many" | "many-plain" | "waiting" => {
+            let way = match mode.as_str() {
+                "named" => Way::Named,
+                "many" => Way::Many,
+                "many-plain" => Way::ManyPlain,
+                _ => Way::Waiting,
+            };
+            let [group, barriers] = ours::connect(&job, tls.as_deref())?;
+            engine::run(&job, group, barriers, way)
+        }
         "raw" => raw::run(&job, tls.as_deref()),
         "loop" => bare_loop::run(&job),
         other => Err(format!("no mode is called {other}").into()),

@@ -197,6 +197,15 @@ fn is_sum<T: Number>(result: &[T], ranks: Range<usize>, shift: usize) -> bool {
 }
 
 fn nanoseconds() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
+    clock(ClockId::Monotonic)
+}
+
+/// What this process has computed so far, on all of its threads.
+pub fn cpu_nanoseconds() -> u64 {
+    clock(ClockId::ProcessCPUTime)
+}
+
+fn clock(id: ClockId) -> u64 {
+    let now = clock_gettime(id);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

@@ -15,6 +15,15 @@ const START: Duration = Duration::from_secs(30);
 
 /// Connects the group and measures every block.
 pub fn run(job: &Job, tls: Option<&Path>, registered: bool) -> Result<(), Failure> {
+    let [group] = connect(job, tls)?;
+    job.run(&mut Ours { group, registered })
+}
+
+/// As many groups of the same ranks as are wanted.
+pub fn connect<const GROUPS: usize>(
+    job: &Job,
+    tls: Option<&Path>,
+) -> Result<[Group; GROUPS], Failure> {
     let address: SocketAddr = job.meeting.parse()?;
     let security = match tls {
         Some(directory) => Security::Tls(identity::ours(directory)?),
@@ -23,8 +32,10 @@ pub fn run(job: &Job, tls: Option<&Path>, registered: bool) -> Result<(), Failur
     };
     let rendezvous = TcpRendezvous::connect(address, job.rank, job.ranks, 0, &security, START)?;
     let options = GroupOptions::default().security(security);
-    let group = Group::connect(&rendezvous, options)?;
-    job.run(&mut Ours { group, registered })
+    let groups: Vec<Group> = (0..GROUPS)
+        .map(|_| Group::connect(&rendezvous, options.clone()))
+        .collect::<Result<_, _>>()?;
+    groups.try_into().map_err(|_| "a group is missing".into())
 }
 
 struct Ours {

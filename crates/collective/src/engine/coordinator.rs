@@ -100,6 +100,8 @@ pub(crate) struct Coordinator {
     current: Vec<u32>,
     steps: VecDeque<Step>,
     decisions: Vec<Decision>,
+    /// See [`Self::oldest`].
+    oldest: Option<Duration>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -123,11 +125,13 @@ impl Coordinator {
             current: Vec::new(),
             steps: VecDeque::new(),
             decisions: Vec::new(),
+            oldest: None,
         }
     }
 
     /// Takes in what a rank says. Words about the report and the timeline are not for this machine.
     pub fn hear(&mut self, from: usize, word: Word, now: Duration) {
+        self.oldest.get_or_insert(now);
         match word {
             Word::Ready { name, request, once } => self.ready(from, &name, request, once, now),
             Word::Again(number) => self.again(from, number, now),
@@ -540,9 +544,15 @@ impl Coordinator {
         self.settle_bucket(bucket);
     }
 
-    /// When the operation that waits longest was asked for first.
+    /// No operation that waits was asked for before this; none waits if there is nothing.
     pub fn oldest(&self) -> Option<Duration> {
-        self.waits().map(|wait| wait.since).min()
+        self.oldest
+    }
+
+    /// When the operation that waits longest was asked for first.
+    pub fn look_for_oldest(&mut self) -> Option<Duration> {
+        self.oldest = self.waits().map(|wait| wait.since).min();
+        self.oldest
     }
 
     /// Whom the operations wait for, oldest first.

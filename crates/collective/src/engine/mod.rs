@@ -115,7 +115,10 @@ pub(crate) struct Shared {
 
 #[derive(Clone, Copy)]
 struct Patience {
+    /// How often a waiting thread looks before it sleeps.
     looks: u32,
+    /// How often it looks before it wakes the others: they may be about to look themselves.
+    quiet: u32,
     crowded: bool,
 }
 
@@ -238,7 +241,7 @@ impl Shared {
     /// Leaves driving to the thread (DRIVE-1).
     fn rest(&self, progress: &mut Progress, more: bool) {
         let mut watched = Watched::default();
-        let idle = progress.arm(self, &mut watched);
+        let idle = progress.arm(&mut watched);
         let until = watched.until.map_or(u64::MAX, |until| until.as_nanos() as u64);
         let late = until < self.sleeps_until.load(Ordering::Relaxed);
         if more || !idle || late || watched.sends() || !self.table().queue.is_empty() {
@@ -265,7 +268,10 @@ impl Shared {
         match self.progress.try_lock() {
             Ok(mut guard) => {
                 if let Some(progress) = guard.as_mut() {
-                    for _ in 0..self.patience.looks {
+                    for look in 0..self.patience.looks {
+                        if look == self.patience.quiet {
+                            progress.ring();
+                        }
                         if let Err(error) = progress.drive(self, true) {
                             self.fail(progress, &error);
                             break;
@@ -357,11 +363,11 @@ impl Shared {
             {
                 let mut guard = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
                 let Some(progress) = guard.as_mut() else { return };
-                let driven = progress.report_stalls(self).and_then(|()| progress.drive(self, true));
+                let driven = progress.keep_time(self).and_then(|()| progress.drive(self, true));
                 if let Err(error) = driven {
                     return self.fail(progress, &error);
                 }
-                if !progress.arm(self, &mut watched) {
+                if !progress.arm(&mut watched) {
                     continue;
                 }
                 let until = watched.until.map_or(u64::MAX, |until| until.as_nanos() as u64);
@@ -449,7 +455,10 @@ impl Engine {
         let failed = |error: rustix::io::Errno| Error::system("the engine cannot start", error);
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
         let crowded = group.is_crowded();
-        let patience = Patience { looks: if crowded { 20 } else { 1000 }, crowded };
+        let patience = match crowded {
+            true => Patience { looks: 20, quiet: 0, crowded },
+            false => Patience { looks: 1000, quiet: 30, crowded },
+        };
         let shared = Arc::new(Shared {
             health: Arc::clone(group.health()),
             table: Mutex::default(),

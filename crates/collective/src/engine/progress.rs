@@ -37,12 +37,18 @@ use std::{
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 /// Events of a timeline that a rank collects before it sends them.
 const TRACE_BATCH: usize = 8192;
+/// Bytes that are read at a time.
+const INBOX: usize = 16 << 10;
 
 /// The link to one rank, with what is on its way.
 struct Line {
     link: Box<dyn Link>,
+    /// What has arrived lies at its start.
     inbox: Vec<u8>,
+    arrived: usize,
     outbox: Vec<u8>,
+    /// The other side has not been woken for what was sent.
+    unrung: bool,
     ended: Option<io::Error>,
 }
 
@@ -51,16 +57,17 @@ impl Line {
         encode(message, &mut self.outbox)
     }
 
-    /// Sends what fits; whether all of it has left.
+    /// Sends what fits; whether all of it has left. Whoever sleeps at the other end is not woken before [`Self::ring`].
     fn flush(&mut self) -> bool {
         let mut sent = 0;
         while sent < self.outbox.len() && self.ended.is_none() {
-            match self.link.send(&[IoSlice::new(&self.outbox[sent..])]) {
+            match self.link.send_quietly(&[IoSlice::new(&self.outbox[sent..])]) {
                 Ok(0) => break,
                 Ok(more) => sent += more,
                 Err(error) => self.ended = Some(error),
             }
         }
+        self.unrung |= sent > 0;
         self.outbox.drain(..sent);
         match self.link.flush() {
             Ok(flushed) => self.outbox.is_empty() && flushed,
@@ -71,21 +78,31 @@ impl Line {
         }
     }
 
+    fn ring(&mut self) {
+        if std::mem::take(&mut self.unrung) {
+            self.link.ring();
+        }
+    }
+
     /// Takes what has arrived, message by message.
     fn listen<M: DeserializeOwned>(&mut self, mut heard: impl FnMut(M)) -> bool {
-        let mut moved = false;
-        let mut bytes = [0; 16 << 10];
+        let before = self.arrived;
         while self.ended.is_none() {
-            match self.link.receive(&mut bytes) {
+            if self.arrived == self.inbox.len() {
+                self.inbox.resize(self.arrived + INBOX, 0);
+            }
+            match self.link.receive(&mut self.inbox[self.arrived..]) {
                 Ok(0) => break,
-                Ok(read) => self.inbox.extend(&bytes[..read]),
+                Ok(read) => self.arrived += read,
                 Err(error) => self.ended = Some(error),
             }
-            moved = true;
+        }
+        if self.arrived == before {
+            return false;
         }
         let mut taken = 0;
         loop {
-            match decode(&self.inbox[taken..]) {
+            match decode(&self.inbox[taken..self.arrived]) {
                 Ok(Some((message, length))) => {
                     taken += length;
                     heard(message);
@@ -97,8 +114,12 @@ impl Line {
                 }
             }
         }
-        self.inbox.drain(..taken);
-        moved
+        self.inbox.copy_within(taken..self.arrived, 0);
+        self.arrived -= taken;
+        if self.arrived == 0 {
+            self.inbox.truncate(INBOX);
+        }
+        true
     }
 }
 
@@ -123,7 +144,8 @@ pub(super) struct Progress {
     fusion: Option<Bucket<u8>>,
     asked: Option<Asked>,
     reports: u32,
-    next_stall: Duration,
+    /// When ranks were last asked because operations waited too long.
+    reported: Duration,
     stall: Duration,
     limit: Option<Duration>,
     timeline: Option<Timeline>,
@@ -150,7 +172,14 @@ impl Progress {
         links: Vec<Option<Box<dyn Link>>>,
         options: &super::EngineOptions,
     ) -> Self {
-        let line = |link| Line { link, inbox: Vec::new(), outbox: Vec::new(), ended: None };
+        let line = |link| Line {
+            link,
+            inbox: Vec::new(),
+            arrived: 0,
+            outbox: Vec::new(),
+            unrung: false,
+            ended: None,
+        };
         let rules = Rules {
             ranks: group.size(),
             most: options.bucket_bytes,
@@ -167,7 +196,7 @@ impl Progress {
             fusion: None,
             asked: None,
             reports: 0,
-            next_stall: Duration::ZERO,
+            reported: Duration::ZERO,
             stall: options.stall,
             timeline: None,
             most: options.bucket_bytes,
@@ -183,6 +212,11 @@ impl Progress {
         if self.group.health().failure().is_none() {
             self.group.abort(&error.to_string());
         }
+    }
+
+    /// Wakes whoever sleeps at the other end of a line on which something was sent.
+    pub fn ring(&mut self) {
+        self.lines.iter_mut().flatten().for_each(Line::ring);
     }
 
     /// Does everything that can be done now. Without `carry_out` it only talks, and says whether there is more.
@@ -246,6 +280,7 @@ impl Progress {
             }
         }
         self.look_after(shared)?;
+        self.see_who_left(shared)?;
         Ok(moved)
     }
 
@@ -357,32 +392,22 @@ impl Progress {
         Ok(())
     }
 
-    /// What only time brings: reports, limits, and ranks that have left.
+    /// Sends the report when everybody has answered, or has had the time to.
     fn look_after(&mut self, shared: &Shared) -> Result<()> {
-        self.see_who_left(shared)?;
-        let Some(coordinator) = &self.coordinator else { return Ok(()) };
-        if self.asked.is_none() && self.next_stall == Duration::MAX && self.limit.is_none() {
+        let (Some(coordinator), Some(asked)) = (&self.coordinator, &self.asked) else {
+            return Ok(());
+        };
+        let now = shared.now();
+        if now < asked.until && asked.answers.iter().any(Option::is_none) {
             return Ok(());
         }
-        let now = shared.now();
-        let oldest = coordinator.oldest();
-        if let (Some(limit), Some(oldest)) = (self.limit, oldest)
-            && now.saturating_sub(oldest) > limit
-        {
-            return Err(self.out_of_time(shared, limit, now));
+        let text =
+            report(coordinator, &asked.answers, |rank| self.group.host(rank).to_owned(), now);
+        if asked.stalled {
+            tracing::warn!("operations wait:\n{text}");
         }
-        if let Some(asked) = self
-            .asked
-            .take_if(|asked| asked.answers.iter().all(Option::is_some) || now >= asked.until)
-        {
-            let host = |rank| self.group.host(rank).to_owned();
-            let text = report(coordinator, &asked.answers, host, now);
-            if asked.stalled {
-                tracing::warn!("operations wait:\n{text}");
-            }
-            self.announce(Decision::Report(text))?;
-        }
-        Ok(())
+        self.asked = None;
+        self.announce(Decision::Report(text))
     }
 
     fn out_of_time(&self, shared: &Shared, limit: Duration, now: Duration) -> Error {
@@ -435,6 +460,7 @@ impl Progress {
     fn carry_out(&mut self, shared: &Shared, decision: Decision) -> Result<()> {
         if self.coordinator.is_some() {
             self.flush(shared)?; // DRIVE-2
+            self.ring();
         }
         match decision {
             Decision::Run(items) => self.run(shared, items)?,
@@ -764,9 +790,10 @@ impl Progress {
     }
 
     /// Readies the links to wake the thread (DRIVE-1). None if there is more to do at once.
-    pub fn arm(&mut self, shared: &Shared, watched: &mut Watched) -> bool {
+    pub fn arm(&mut self, watched: &mut Watched) -> bool {
         watched.fds.clear();
         let mut idle = self.decisions.is_empty();
+        self.ring();
         for line in self.lines.iter_mut().flatten() {
             if line.ended.is_some() {
                 continue;
@@ -776,32 +803,34 @@ impl Progress {
                 None => idle = false,
             }
         }
-        watched.until = self.deadline(shared);
+        watched.until = self.deadline();
         idle
     }
 
     /// When something has to be looked at even if nothing happens.
-    fn deadline(&mut self, shared: &Shared) -> Option<Duration> {
-        let coordinator = self.coordinator.as_ref()?;
-        let oldest = coordinator.oldest();
-        let now = shared.now();
-        // A report is due when the oldest wait is as old as the setting, and then again and again.
-        self.next_stall = match oldest {
-            Some(oldest) if self.next_stall == Duration::MAX => oldest + self.stall,
-            Some(oldest) => self.next_stall.max(oldest + self.stall),
-            None => Duration::MAX,
-        };
-        let stall = Some(self.next_stall).filter(|next| *next != Duration::MAX);
-        let limit = self.limit.and_then(|limit| Some(oldest? + limit + Duration::from_millis(10)));
+    fn deadline(&self) -> Option<Duration> {
+        let oldest = self.coordinator.as_ref()?.oldest();
+        let stall = oldest.map(|oldest| self.reported.max(oldest) + self.stall);
+        let limit = self.limit.and_then(|limit| Some(oldest? + limit));
         let asked = self.asked.as_ref().map(|asked| asked.until);
-        stall.into_iter().chain(limit).chain(asked).min().map(|until| until.max(now))
+        stall.into_iter().chain(limit).chain(asked).min()
     }
 
-    /// Asks everybody for a report if it is time for one.
-    pub fn report_stalls(&mut self, shared: &Shared) -> Result<()> {
+    /// What only time brings, on the thread that sleeps until then: reports and limits.
+    pub fn keep_time(&mut self, shared: &Shared) -> Result<()> {
+        let Some(until) = self.deadline() else { return Ok(()) };
         let now = shared.now();
-        if self.coordinator.is_some() && now >= self.next_stall {
-            self.next_stall = now + self.stall;
+        if now < until {
+            return Ok(());
+        }
+        let Some(oldest) = self.coordinator.as_mut().and_then(Coordinator::look_for_oldest) else {
+            return Ok(());
+        };
+        if let Some(limit) = self.limit.filter(|limit| now.saturating_sub(oldest) >= *limit) {
+            return Err(self.out_of_time(shared, limit, now));
+        }
+        if now >= self.reported.max(oldest) + self.stall {
+            self.reported = now;
             self.ask(shared, now, true)?;
         }
         Ok(())
@@ -812,6 +841,7 @@ impl Drop for Progress {
     fn drop(&mut self) {
         for line in self.lines.iter_mut().flatten() {
             line.flush();
+            line.ring();
         }
     }
 }

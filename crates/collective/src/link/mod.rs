@@ -22,6 +22,14 @@ pub(crate) trait Link: Send {
     /// Takes as many of the bytes as fit now. They are on their way once [`Link::flush`] says so.
     fn send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
 
+    /// The same, but whoever sleeps at the other end need not be woken before [`Link::ring`].
+    fn send_quietly(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.send(parts)
+    }
+
+    /// Wakes whoever sleeps at the other end.
+    fn ring(&mut self) {}
+
     /// Fills `buffer` with what has arrived and says how much.
     fn receive(&mut self, buffer: &mut [u8]) -> io::Result<usize>;
 
