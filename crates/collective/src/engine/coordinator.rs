@@ -95,7 +95,7 @@ pub(crate) struct Coordinator {
     runnable: VecDeque<Runnable>,
     joined: Vec<bool>,
     last_joined: usize,
-    era: u64,
+    era: u32,
     /// Operations of the era at hand, in the order in which they came.
     current: Vec<u32>,
     steps: VecDeque<Step>,
@@ -147,7 +147,7 @@ impl Coordinator {
     /// belongs to the next step.
     ///
     /// `locate` says where an operation's tensors lie on that rank.
-    pub fn next_era(&mut self, era: u64, locate: impl Fn(&str) -> Location) {
+    pub fn next_era(&mut self, era: u32, locate: impl Fn(&str) -> Location) {
         if era == self.era {
             return;
         }
@@ -503,7 +503,9 @@ impl Coordinator {
 
     fn member(&self, number: u32, locate: &dyn Fn(&str) -> Location) -> Option<Member> {
         let Operation { name, request, .. } = &self.operations[number as usize];
-        let (fuses_as, bytes) = (request.fuses_as()?, request.bytes());
+        // Nothing is nothing: it would make a bucket that lies side by side look like one that does not.
+        let bytes = Some(request.bytes()).filter(|bytes| *bytes > 0)?;
+        let fuses_as = request.fuses_as()?;
         Some(Member { number, fuses_as, bytes, location: locate(name) })
     }
 

@@ -49,6 +49,11 @@ impl Shape {
         self.sizes.iter().fold(1u64, |all, size| all.saturating_mul(*size)) as usize
     }
 
+    /// Of each dimension.
+    pub(super) fn sizes(&self) -> &[u64] {
+        &self.sizes[..usize::from(self.dimensions)]
+    }
+
     /// Size of the first dimension, which ranks may share out.
     pub fn rows(&self) -> usize {
         self.sizes[0] as usize

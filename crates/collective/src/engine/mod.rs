@@ -56,6 +56,9 @@ use table::{Event, Next, Table};
 /// How long a bucket waits for members that this rank has not submitted while somebody waits for one that it has.
 const GRACE: Duration = Duration::from_millis(2);
 
+/// Buckets whose end is seen without the table's lock.
+const ROUNDS: usize = 256;
+
 /// How an engine works.
 ///
 /// ```
@@ -101,6 +104,10 @@ pub(crate) struct Shared {
     table: Mutex<Table>,
     /// Something has ended.
     done: Condvar,
+    /// Rounds of the first buckets that are over.
+    rounds: [AtomicU64; ROUNDS],
+    /// Somebody has waited since the last submission.
+    waited: AtomicBool,
     /// Gone when the engine is.
     progress: Mutex<Option<Progress>>,
     bell: OwnedFd,
@@ -206,13 +213,17 @@ impl Shared {
 
     fn submit(&self, submission: &Submission<'_>, waits: bool) -> Result<Receipt> {
         self.refuse_forks()?;
-        let (now, clock) = (self.now(), self.clock());
+        let clock = self.clock();
         let mut table = self.table();
         if table.failed {
             drop(table);
             return Err(self.failure(None));
         }
-        let (receipt, next) = table.submit(submission, waits, now, clock);
+        if self.waited.load(Ordering::Relaxed) {
+            self.waited.store(false, Ordering::Relaxed);
+            table.next_era();
+        }
+        let (receipt, next) = table.submit(submission, waits, clock);
         drop(table);
         match next {
             Next::Ring => self.ring(),
@@ -350,10 +361,15 @@ impl Shared {
     }
 
     fn wait(&self, receipt: Receipt) -> Result<Vec<Output>> {
+        self.waited.store(true, Ordering::Relaxed);
+        // The usual case after the first of a bucket: no lock, and nothing to clean up (TABLE-2).
+        let round = self.rounds.get(receipt.bucket as usize);
+        if round.is_some_and(|round| round.load(Ordering::Acquire) > receipt.round) {
+            return Ok(Vec::new());
+        }
         self.refuse_forks()?;
         self.wait_for(Some(receipt), None, |table| table.is_done(receipt))?;
-        let now = self.now();
-        self.table().collect(receipt, now)
+        self.table().collect(receipt)
     }
 
     /// The engine's own thread: drives when nobody else does.
@@ -463,6 +479,8 @@ impl Engine {
             health: Arc::clone(group.health()),
             table: Mutex::default(),
             done: Condvar::new(),
+            rounds: [const { AtomicU64::new(0) }; ROUNDS],
+            waited: AtomicBool::new(false),
             progress: Mutex::new(Some(Progress::new(group.clone(), links, &options))),
             bell,
             sleeps_until: AtomicU64::new(0),

@@ -30,6 +30,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use std::{
     collections::VecDeque,
     io::{self, IoSlice},
+    sync::atomic::Ordering,
     time::Duration,
 };
 
@@ -292,8 +293,9 @@ impl Progress {
                 if !table.is_loose(entry) {
                     return Ok(());
                 }
+                table.active = (shared.now(), entry);
                 let known = &mut table.entries[entry as usize];
-                if std::mem::replace(&mut known.announced, true) {
+                if known.announce() {
                     return Ok(());
                 }
                 let word = match known.number {
@@ -526,7 +528,7 @@ impl Progress {
                 Some(pointers) => pointers.to_vec(),
                 None => vec![std::ptr::null_mut(); request.tensors.len()],
             };
-            let submitted = table.entries[entry as usize].submitted_at;
+            let submitted = table.entries[entry as usize].submitted_at();
             table.record(Phase::Negotiate, entry, submitted, start);
             operations.push((number, entry, request, pointers));
         }
@@ -567,7 +569,9 @@ impl Progress {
                 });
             }
         }
+        let now = shared.now();
         for (number, entry, ..) in operations {
+            table.active = (now, entry);
             callbacks.extend(table.finish(entry, number, Ok(std::mem::take(&mut outputs))));
         }
         drop(table);
@@ -577,39 +581,65 @@ impl Progress {
 
     fn run_bucket(&mut self, shared: &Shared, bucket: u32) -> Result<()> {
         let start = shared.clock();
-        let mut pieces = Pieces::default();
-        let mut table = shared.table();
-        let Some(state) = table.buckets.get(bucket as usize) else {
-            return Err(self.bug("a bucket that nobody has heard of"));
-        };
-        let (members, round) = (state.members.clone(), state.round);
-        for member in &members {
-            let entry = &table.entries[*member as usize];
-            if entry.is_in(bucket, round) {
-                pieces.add(&entry.request, &entry.pointers);
-            } else {
-                pieces
-                    .add(&entry.request, &vec![std::ptr::null_mut(); entry.request.tensors.len()]);
-            }
+        let whole = shared.table().whole(bucket);
+        let whole =
+            whole.filter(|(data, bytes, ..)| self.group.locate(*data, *bytes).is_registered());
+        if let Some((data, bytes, dtype, reduction)) = whole {
+            self.make_room(bytes)?;
+            // SAFETY: the members' tensors, side by side in one mapping (TABLE-1).
+            unsafe { self.reduce_at(dtype, reduction, data, bytes / dtype.size())? };
+        } else {
+            let pieces = self.pieces(shared, bucket)?;
+            self.reduce(&pieces)?;
         }
+        let mut table = shared.table();
         if start != 0 {
-            for member in &members {
-                let submitted = table.entries[*member as usize].submitted_at;
-                table.record(Phase::Negotiate, *member, submitted, start);
-            }
-        }
-        drop(table);
-        self.reduce(&pieces)?;
-        let mut table = shared.table();
-        if let Some(trace) = &mut table.trace {
-            let (name, end) = (format!("bucket {bucket}"), super::clock());
-            let (bytes, fused) = (pieces.bytes() as u64, members.len() as u32);
-            trace.push(Traced { phase: Phase::Run, name, start, end, bytes, fused });
+            table.record_bucket(bucket, start, super::clock());
         }
         let callbacks = table.finish_round(bucket);
+        let state = &table.buckets[bucket as usize];
+        if let Some(over) = shared.rounds.get(bucket as usize) {
+            over.store(state.round, Ordering::Release);
+        }
+        table.active = (shared.now(), state.members.last().copied().unwrap_or_default());
         drop(table);
         shared.completed(callbacks);
         self.send_trace(shared, false)
+    }
+
+    /// The members' tensors one by one.
+    fn pieces(&self, shared: &Shared, bucket: u32) -> Result<Pieces> {
+        let mut pieces = Pieces::default();
+        let table = shared.table();
+        let Some(state) = table.buckets.get(bucket as usize) else {
+            return Err(self.bug("a bucket that nobody has heard of"));
+        };
+        let (members, round) = (&state.members, state.round);
+        let entry = |member: &u32| &table.entries[*member as usize];
+        match (&state.sizes, state.fuses_as) {
+            (Some(sizes), Some((dtype, reduction))) => {
+                let data = |member: &u32| {
+                    let entry = entry(member);
+                    if entry.is_in(bucket, round) { entry.data() } else { std::ptr::null_mut() }
+                };
+                let piece = |(member, bytes): (&u32, &usize)| {
+                    let (data, bytes) = (data(member), *bytes);
+                    Piece { data, bytes, dtype, reduction }
+                };
+                pieces
+                    .all
+                    .extend(members.iter().zip(sizes).map(piece).filter(|piece| piece.bytes > 0));
+            }
+            _ => {
+                for entry in members.iter().map(entry) {
+                    let nothing = vec![std::ptr::null_mut(); entry.request.tensors.len()];
+                    let here = entry.is_in(bucket, round);
+                    pieces.add(&entry.request, if here { entry.tensors() } else { &nothing });
+                }
+            }
+        }
+        drop(table);
+        Ok(pieces)
     }
 
     #[cold]
@@ -851,7 +881,7 @@ fn locate(shared: &Shared, group: &Group, name: &str) -> Location {
     let table = shared.table();
     let Some(entry) = table.entry_named(name) else { return Location::PLAIN };
     let entry = &table.entries[entry as usize];
-    match (&entry.pointers[..], &entry.request.tensors[..]) {
+    match (entry.tensors(), &entry.request.tensors[..]) {
         ([data], [tensor]) => group.locate(*data, tensor.bytes()),
         _ => Location::PLAIN,
     }
@@ -879,10 +909,6 @@ impl Pieces {
                 self.all.push(Piece { data, bytes, dtype, reduction: request.reduction });
             }
         }
-    }
-
-    fn bytes(&self) -> usize {
-        self.all.iter().map(|piece| piece.bytes).sum()
     }
 }
 

@@ -49,13 +49,30 @@ pub struct Submission<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Receipt {
     pub(super) entry: u32,
+    /// The bucket it was submitted into, or [`NO_BUCKET`].
+    pub(super) bucket: u32,
     pub(super) epoch: u64,
+    /// The bucket's round.
+    pub(super) round: u64,
+}
+
+/// Stands for no bucket.
+pub(super) const NO_BUCKET: u32 = u32::MAX;
+
+impl Receipt {
+    fn key(self) -> Key {
+        (self.entry, self.epoch)
+    }
+
+    fn loose(entry: u32, epoch: u64) -> Self {
+        Self { entry, bucket: NO_BUCKET, epoch, round: 0 }
+    }
 }
 
 /// What the engine has to hear of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    Submitted { entry: u32, era: u64 },
+    Submitted { entry: u32, era: u32 },
     Full(u32),
     Open(u32),
     Twice(u32),
@@ -74,26 +91,40 @@ pub(super) enum Next {
     Ring,
 }
 
+/// What every submission touches, in one cache line.
+#[repr(C, align(64))]
+struct Flight {
+    /// Fingerprint of the request.
+    fingerprint: u64,
+    /// The only tensor, where there is one.
+    data: *mut u8,
+    epoch: u64,
+    done: u64,
+    /// The operation on its way belongs to this round of `in_bucket`.
+    round: u64,
+    in_bucket: u32,
+    /// The bucket that the name belongs to.
+    bucket: u32,
+    submitted_at: u64,
+    era: u32,
+    /// The coordinator has been told of the operation on its way.
+    announced: bool,
+}
+
+#[repr(C)]
 pub(super) struct Entry {
+    flight: Flight,
     pub name: Arc<str>,
     pub request: Request,
-    pub pointers: Vec<*mut u8>,
+    /// The tensors, where there are none or several.
+    pointers: Vec<*mut u8>,
     /// Memory whose owner has stopped waiting.
     orphan: Option<Box<dyn Any + Send>>,
     /// Known to the coordinator by this number.
     pub number: Option<u32>,
     /// The coordinator knows `request` as that of the last run.
     pub agreed: bool,
-    /// The coordinator has been told of the operation on its way.
-    pub announced: bool,
     once: bool,
-    epoch: u64,
-    done: u64,
-    bucket: Option<u32>,
-    /// The operation on its way belongs to this round of this bucket.
-    in_round: Option<(u32, u64)>,
-    era: u64,
-    pub submitted_at: u64,
 }
 
 impl Entry {
@@ -102,7 +133,30 @@ impl Entry {
     }
 
     pub fn is_in(&self, bucket: u32, round: u64) -> bool {
-        self.in_round == Some((bucket, round))
+        (self.flight.in_bucket, self.flight.round) == (bucket, round)
+    }
+
+    pub fn submitted_at(&self) -> u64 {
+        self.flight.submitted_at
+    }
+
+    /// Says that the coordinator is being told; whether it had been before.
+    pub fn announce(&mut self) -> bool {
+        std::mem::replace(&mut self.flight.announced, true)
+    }
+
+    /// Where its only tensor lies.
+    pub fn data(&self) -> *mut u8 {
+        self.flight.data
+    }
+
+    /// Where its tensors lie.
+    pub fn tensors(&self) -> &[*mut u8] {
+        if self.request.tensors.len() == 1 {
+            std::slice::from_ref(&self.flight.data)
+        } else {
+            &self.pointers
+        }
     }
 }
 
@@ -110,12 +164,22 @@ impl Entry {
 pub(super) struct Bucket {
     /// Entries in the order of their elements.
     pub members: Vec<u32>,
+    /// Bytes of each of their tensors, in that order, if each member has one.
+    pub sizes: Option<Vec<usize>>,
+    pub fuses_as: Option<(DType, Reduction)>,
+    /// The tensors lie side by side, from here on.
+    pub whole: Option<*mut u8>,
+    /// A member lies elsewhere than when `whole` was found out.
+    pub moved: bool,
     left: usize,
     pub round: u64,
     pub thawed: bool,
 }
 
 type Callback = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// Entry and epoch of an operation.
+type Key = (u32, u64);
 
 #[derive(Default)]
 pub(super) struct Table {
@@ -126,19 +190,17 @@ pub(super) struct Table {
     numbers: FxHashMap<u32, u32>,
     pub buckets: Vec<Bucket>,
     pub queue: Queue<Event>,
-    /// Somebody has waited since the last submission.
-    waited: bool,
-    era: u64,
+    era: u32,
     nameless: u64,
     /// The group is dead; what it died of says its health.
     pub failed: bool,
-    failures: FxHashMap<Receipt, Error>,
-    outputs: FxHashMap<Receipt, Vec<Output>>,
-    callbacks: FxHashMap<Receipt, Vec<Callback>>,
+    failures: FxHashMap<Key, Error>,
+    outputs: FxHashMap<Key, Vec<Output>>,
+    callbacks: FxHashMap<Key, Vec<Callback>>,
     /// What threads wait for, and since when.
     pub waits: Vec<(Receipt, Duration)>,
-    /// When this rank last submitted or got something, and what.
-    active: (Duration, u32),
+    /// When something last began or ended here, and what.
+    pub active: (Duration, u32),
     pub joined: Option<Duration>,
     pub last_joined: Option<usize>,
     pub report: Option<String>,
@@ -151,13 +213,17 @@ pub(super) struct Table {
 unsafe impl Send for Table {}
 
 impl Table {
+    /// What is submitted from now on belongs to the next step.
+    pub fn next_era(&mut self) {
+        self.era = self.era.wrapping_add(1);
+    }
+
     /// Takes an operation in. `clock` is the nanosecond for the timeline, zero if none is recorded. `waits`: the
     /// caller is going to wait for it and drives, so nobody has to be woken.
     pub fn submit(
         &mut self,
         submission: &Submission<'_>,
         waits: bool,
-        now: Duration,
         clock: u64,
     ) -> (Result<Receipt>, Next) {
         let found = match submission.name {
@@ -181,30 +247,45 @@ impl Table {
             let text = format!(
                 "an operation named {name:?} is on its way already: wait for it, or give this one another name"
             );
-            let next = if self.queue.put(Event::Twice(entry)) { Next::Ring } else { Next::Nothing };
+            let next = self.put(Event::Twice(entry), false);
             return (Err(Error::Invalid(text)), next);
         }
         let known = &mut self.entries[index];
-        if std::mem::take(&mut self.waited) || known.era == self.era {
-            self.era += 1;
+        let flight = &mut known.flight;
+        if flight.era == self.era {
+            self.era = self.era.wrapping_add(1);
         }
-        known.era = self.era;
-        known.epoch += 1;
-        known.announced = false;
-        known.submitted_at = clock;
-        known.pointers.clear();
-        known.pointers.extend(submission.tensors.iter().map(|tensor| tensor.data));
-        let receipt = Receipt { entry, epoch: known.epoch };
-        self.active = (now, entry);
-        let same = is_same(&known.request, submission);
+        flight.era = self.era;
+        flight.epoch += 1;
+        flight.announced = false;
+        flight.submitted_at = clock;
+        let mut moved = false;
+        match submission.tensors {
+            [one] => {
+                moved = flight.data != one.data;
+                flight.data = one.data;
+            }
+            several => {
+                known.pointers.clear();
+                known.pointers.extend(several.iter().map(|tensor| tensor.data));
+            }
+        }
+        let mut receipt = Receipt::loose(entry, flight.epoch);
+        let fingerprint = fingerprint(submission);
+        let same = flight.fingerprint == fingerprint;
         if !same {
+            flight.fingerprint = fingerprint;
             known.request = request(submission);
             known.agreed = false;
         }
-        let next = match known.bucket {
-            Some(number) if same => {
+        let next = match flight.bucket {
+            NO_BUCKET => self.put(Event::Submitted { entry, era: self.era }, waits),
+            bucket if !same => self.put(Event::Open(bucket), waits),
+            number => {
                 let bucket = &mut self.buckets[number as usize];
-                known.in_round = Some((number, bucket.round));
+                (flight.in_bucket, flight.round) = (number, bucket.round);
+                (receipt.bucket, receipt.round) = (number, bucket.round);
+                bucket.moved |= moved;
                 bucket.left -= 1;
                 if bucket.left > 0 {
                     Next::Nothing
@@ -213,22 +294,19 @@ impl Table {
                     Next::Tell
                 }
             }
-            other => {
-                let event = match other {
-                    Some(bucket) => Event::Open(bucket),
-                    None => Event::Submitted { entry, era: self.era },
-                };
-                if waits {
-                    self.queue.leave(event);
-                    Next::Tell
-                } else if self.queue.put(event) {
-                    Next::Ring
-                } else {
-                    Next::Nothing
-                }
-            }
         };
         (Ok(receipt), next)
+    }
+
+    fn put(&mut self, event: Event, waits: bool) -> Next {
+        if waits {
+            self.queue.leave(event);
+            Next::Tell
+        } else if self.queue.put(event) {
+            Next::Ring
+        } else {
+            Next::Nothing
+        }
     }
 
     fn add(&mut self, name: &str, submission: &Submission<'_>, once: bool) -> Result<u32> {
@@ -236,32 +314,39 @@ impl Table {
             let length = name.len();
             return Err(Error::Invalid(format!("a name has 1 to {MAX_NAME} bytes, not {length}")));
         }
-        Ok(self.insert(name, request(submission), once))
+        Ok(self.insert(name, request(submission), fingerprint(submission), once))
     }
 
-    fn insert(&mut self, name: &str, request: Request, once: bool) -> u32 {
+    fn insert(&mut self, name: &str, request: Request, fingerprint: u64, once: bool) -> u32 {
         let name: Arc<str> = name.into();
+        let flight = Flight {
+            fingerprint,
+            data: std::ptr::null_mut(),
+            epoch: 0,
+            done: 0,
+            round: 0,
+            in_bucket: NO_BUCKET,
+            bucket: NO_BUCKET,
+            submitted_at: 0,
+            era: u32::MAX,
+            announced: false,
+        };
         let mut entry = Entry {
+            flight,
             name: Arc::clone(&name),
             request,
             pointers: Vec::new(),
             orphan: None,
             number: None,
             agreed: false,
-            announced: false,
             once,
-            epoch: 0,
-            done: 0,
-            bucket: None,
-            in_round: None,
-            era: u64::MAX,
-            submitted_at: 0,
         };
         let index = match self.free.pop() {
             Some(index) => {
                 let slot = &mut self.entries[index as usize];
                 // Receipts of the slot's last owner stay distinct.
-                (entry.epoch, entry.done) = (slot.epoch, slot.epoch);
+                let epoch = slot.flight.epoch;
+                (entry.flight.epoch, entry.flight.done) = (epoch, epoch);
                 *slot = entry;
                 index
             }
@@ -275,33 +360,34 @@ impl Table {
     }
 
     fn is_idle(&mut self, entry: u32) -> bool {
-        let epoch = self.entries[entry as usize].epoch;
-        self.is_done(Receipt { entry, epoch })
+        let epoch = self.entries[entry as usize].flight.epoch;
+        self.is_done(Receipt::loose(entry, epoch))
     }
 
     pub fn is_done(&mut self, receipt: Receipt) -> bool {
         let Some(entry) = self.entries.get_mut(receipt.entry as usize) else { return true };
-        if let Some((bucket, round)) = entry.in_round
-            && self.buckets[bucket as usize].round > round
+        let flight = &mut entry.flight;
+        if flight.in_bucket != NO_BUCKET
+            && self.buckets[flight.in_bucket as usize].round > flight.round
         {
-            entry.in_round = None;
-            entry.done = entry.epoch;
+            flight.in_bucket = NO_BUCKET;
+            flight.done = flight.epoch;
             entry.orphan = None;
         }
-        entry.done >= receipt.epoch
+        entry.flight.done >= receipt.epoch
     }
 
     /// Whether it waits for members of its bucket that have not been submitted here.
     pub fn is_held_up(&self, receipt: Receipt) -> Option<u32> {
-        let (bucket, round) = self.entries[receipt.entry as usize].in_round?;
-        let state = &self.buckets[bucket as usize];
+        let Flight { in_bucket: bucket, round, .. } = self.entries[receipt.entry as usize].flight;
+        let state = self.buckets.get(bucket as usize)?;
         (state.round == round && state.left > 0 && !state.thawed).then_some(bucket)
     }
 
     /// Whether the operation is on its way, and not in a bucket.
     pub fn is_loose(&self, entry: u32) -> bool {
         let entry = &self.entries[entry as usize];
-        entry.done < entry.epoch && entry.in_round.is_none()
+        entry.flight.done < entry.flight.epoch && entry.flight.in_bucket == NO_BUCKET
     }
 
     /// Whether any operation is on its way here.
@@ -310,11 +396,11 @@ impl Table {
     }
 
     /// The result of an operation that is done.
-    pub fn collect(&mut self, receipt: Receipt, now: Duration) -> Result<Vec<Output>> {
-        self.waited = true;
-        self.active = (now, receipt.entry);
-        let failure = if self.failures.is_empty() { None } else { self.failures.remove(&receipt) };
-        let outputs = if self.outputs.is_empty() { None } else { self.outputs.remove(&receipt) };
+    pub fn collect(&mut self, receipt: Receipt) -> Result<Vec<Output>> {
+        let failure =
+            if self.failures.is_empty() { None } else { self.failures.remove(&receipt.key()) };
+        let outputs =
+            if self.outputs.is_empty() { None } else { self.outputs.remove(&receipt.key()) };
         self.release(receipt);
         failure.map_or(Ok(outputs.unwrap_or_default()), Err)
     }
@@ -322,8 +408,8 @@ impl Table {
     /// Forgets names that will not come again, once nobody waits for them.
     fn release(&mut self, receipt: Receipt) {
         let entry = &self.entries[receipt.entry as usize];
-        let over = entry.done >= receipt.epoch && entry.epoch == receipt.epoch;
-        if over && entry.number.is_none() && entry.bucket.is_none() {
+        let over = entry.flight.done >= receipt.epoch && entry.flight.epoch == receipt.epoch;
+        if over && entry.number.is_none() {
             let name = Arc::clone(&entry.name);
             if self.names.remove(&name).is_some() {
                 self.free.push(receipt.entry);
@@ -334,15 +420,15 @@ impl Table {
     /// Nobody waits for it any more; `memory` is kept for as long as it is on its way.
     pub fn abandon(&mut self, receipt: Receipt, memory: Option<Box<dyn Any + Send>>) {
         if self.is_done(receipt) {
-            self.failures.remove(&receipt);
-            self.outputs.remove(&receipt);
+            self.failures.remove(&receipt.key());
+            self.outputs.remove(&receipt.key());
             self.release(receipt);
         } else {
             let entry = &mut self.entries[receipt.entry as usize];
             entry.orphan = memory;
             let once = entry.once;
             if once {
-                self.callbacks.entry(receipt).or_default();
+                self.callbacks.entry(receipt.key()).or_default();
             }
         }
     }
@@ -352,20 +438,20 @@ impl Table {
         if self.is_done(receipt) {
             return Some(callback);
         }
-        self.callbacks.entry(receipt).or_default().push(callback);
+        self.callbacks.entry(receipt.key()).or_default().push(callback);
         None
     }
 
     /// How an operation that is done has ended.
     pub fn outcome(&self, receipt: Receipt) -> Option<Result<()>> {
-        Some(self.failures.get(&receipt).map_or(Ok(()), |error| Err(error.clone())))
+        Some(self.failures.get(&receipt.key()).map_or(Ok(()), |error| Err(error.clone())))
     }
 
     /// The entry of an operation in a decision; a rank that has joined may not have heard of it.
     pub fn entry_of(&mut self, name: &str, request: &Request) -> u32 {
         match self.names.get(name) {
             Some(entry) => *entry,
-            None => self.insert(name, request.clone(), false),
+            None => self.insert(name, request.clone(), 0, false),
         }
     }
 
@@ -379,7 +465,7 @@ impl Table {
 
     /// The pointers of the operation on its way under an entry; none if this rank has not submitted it.
     pub fn pointers(&mut self, entry: u32) -> Option<&[*mut u8]> {
-        if self.is_idle(entry) { None } else { Some(&self.entries[entry as usize].pointers) }
+        if self.is_idle(entry) { None } else { Some(self.entries[entry as usize].tensors()) }
     }
 
     /// An operation has ended. Returns what to call without the table's lock.
@@ -401,21 +487,21 @@ impl Table {
         if idle {
             return Vec::new();
         }
-        state.done = state.epoch;
-        state.in_round = None;
+        state.flight.done = state.flight.epoch;
+        state.flight.in_bucket = NO_BUCKET;
         state.orphan = None;
-        let receipt = Receipt { entry, epoch: state.epoch };
+        let receipt = Receipt::loose(entry, state.flight.epoch);
         let outcome = result.as_ref().map(|_| ()).map_err(Clone::clone);
         match result {
             Ok(outputs) if outputs.is_empty() => {}
-            Ok(outputs) => drop(self.outputs.insert(receipt, outputs)),
-            Err(error) => drop(self.failures.insert(receipt, error)),
+            Ok(outputs) => drop(self.outputs.insert(receipt.key(), outputs)),
+            Err(error) => drop(self.failures.insert(receipt.key(), error)),
         }
         self.called(receipt, &outcome)
     }
 
     fn called(&mut self, receipt: Receipt, outcome: &Result<()>) -> Vec<(Callback, Result<()>)> {
-        let Some(callbacks) = self.callbacks.remove(&receipt) else { return Vec::new() };
+        let Some(callbacks) = self.callbacks.remove(&receipt.key()) else { return Vec::new() };
         if callbacks.is_empty() {
             // Abandoned on its way.
             self.abandon(receipt, None);
@@ -433,12 +519,11 @@ impl Table {
             return Vec::new();
         }
         let members = self.buckets[bucket as usize].members.clone();
-        let of_round =
-            |entry: &&u32| self.entries[**entry as usize].in_round == Some((bucket, round));
+        let of_round = |entry: &&u32| self.entries[**entry as usize].is_in(bucket, round);
         let receipts: Vec<Receipt> = members
             .iter()
             .filter(of_round)
-            .map(|entry| Receipt { entry: *entry, epoch: self.entries[*entry as usize].epoch })
+            .map(|entry| Receipt::loose(*entry, self.entries[*entry as usize].flight.epoch))
             .collect();
         receipts
             .into_iter()
@@ -456,13 +541,29 @@ impl Table {
         for member in &members {
             let idle = self.is_idle(*member);
             let entry = &mut self.entries[*member as usize];
-            entry.bucket = Some(bucket);
+            entry.flight.bucket = bucket;
             if !idle {
-                entry.in_round = Some((bucket, 0));
+                (entry.flight.in_bucket, entry.flight.round) = (bucket, 0);
                 left -= 1;
             }
         }
-        self.buckets.push(Bucket { members, left, round: 0, thawed: false });
+        let request = |member: &u32| &self.entries[*member as usize].request;
+        let size = |member: &u32| match &request(member).tensors[..] {
+            [one] => Some(one.bytes()),
+            _ => None,
+        };
+        let sizes = members.iter().map(size).collect();
+        let fuses_as = members.first().and_then(|member| request(member).fuses_as());
+        self.buckets.push(Bucket {
+            members,
+            sizes,
+            fuses_as,
+            whole: None,
+            moved: true,
+            left,
+            round: 0,
+            thawed: false,
+        });
         if left == 0 {
             self.queue.leave(Event::Full(bucket));
         }
@@ -478,17 +579,39 @@ impl Table {
             let idle = self.is_idle(member);
             let era = self.era;
             let entry = &mut self.entries[member as usize];
-            entry.bucket = None;
-            let counted = entry.in_round.take_if(|of| *of == (bucket, round)).is_some();
-            if idle || entry.announced {
+            entry.flight.bucket = NO_BUCKET;
+            let counted = entry.is_in(bucket, round);
+            entry.flight.in_bucket = NO_BUCKET;
+            if idle || entry.flight.announced {
                 continue;
             }
             if counted && told {
-                entry.announced = true;
+                entry.flight.announced = true;
             } else {
                 self.queue.leave(Event::Submitted { entry: member, era });
             }
         }
+    }
+
+    /// Where all members of a bucket lie side by side, with their bytes, type and reduction, if they do and all of
+    /// them are on their way here.
+    pub fn whole(&mut self, bucket: u32) -> Option<(*mut u8, usize, DType, Reduction)> {
+        let state = self.buckets.get_mut(bucket as usize)?;
+        let (sizes, (dtype, reduction)) = (state.sizes.as_ref()?, state.fuses_as?);
+        if std::mem::take(&mut state.moved) {
+            let data = |member: &u32| self.entries[*member as usize].flight.data;
+            let mut next = data(state.members.first()?);
+            state.whole = Some(next);
+            for (member, bytes) in state.members.iter().zip(sizes) {
+                if data(member) != next {
+                    state.whole = None;
+                    break;
+                }
+                next = next.wrapping_add(*bytes);
+            }
+        }
+        let whole = state.whole.filter(|_| state.left == 0)?;
+        Some((whole, sizes.iter().sum(), dtype, reduction))
     }
 
     /// What this rank is doing.
@@ -518,10 +641,29 @@ impl Table {
         }
         callbacks
             .into_iter()
-            .flat_map(|(receipt, callbacks)| {
+            .flat_map(|((entry, epoch), callbacks)| {
+                let receipt = Receipt::loose(entry, epoch);
                 callbacks.into_iter().map(move |callback| (callback, receipt))
             })
             .collect()
+    }
+
+    /// Notes the negotiation of a bucket's members, and its run.
+    pub fn record_bucket(&mut self, bucket: u32, start: u64, end: u64) {
+        let Some(state) = self.buckets.get(bucket as usize) else { return };
+        let (members, fused) = (state.members.clone(), state.members.len() as u32);
+        for member in &members {
+            let submitted = self.entries[*member as usize].submitted_at();
+            self.record(Phase::Negotiate, *member, submitted, start);
+        }
+        let bytes = members
+            .iter()
+            .map(|member| self.entries[*member as usize].request.bytes() as u64)
+            .sum();
+        if let Some(trace) = &mut self.trace {
+            let name = format!("bucket {bucket}");
+            trace.push(Traced { phase: Phase::Run, name, start, end, bytes, fused });
+        }
     }
 
     /// Notes a stretch of time for the timeline.
@@ -536,14 +678,23 @@ impl Table {
     }
 }
 
-fn is_same(request: &Request, submission: &Submission<'_>) -> bool {
+/// A word that differs when requests do, but for one case in 2⁶⁴.
+fn fingerprint(submission: &Submission<'_>) -> u64 {
     let Submission { kind, reduction, root, tensors, .. } = submission;
-    let mut pairs = request.tensors.iter().zip(*tensors);
-    request.kind == *kind
-        && request.reduction == *reduction
-        && request.root as usize == *root
-        && request.tensors.len() == tensors.len()
-        && pairs.all(|(known, new)| known.dtype == new.dtype && known.shape == new.shape)
+    let mix = |hash: u64, word: u64| {
+        let mixed = (hash ^ word).wrapping_mul(0xd6e8_feb8_6659_fd93);
+        mixed ^ (mixed >> 32)
+    };
+    let first = *kind as u64
+        | (reduction.op as u64) << 8
+        | (tensors.len() as u64) << 16
+        | (*root as u64) << 32;
+    let scaled = mix(mix(first, reduction.prescale.to_bits()), reduction.postscale.to_bits());
+    tensors.iter().fold(scaled, |hash, tensor| {
+        let sizes = tensor.shape.sizes();
+        let start = mix(hash, tensor.dtype as u64 | (sizes.len() as u64) << 8);
+        sizes.iter().fold(start, |hash, size| mix(hash, *size))
+    })
 }
 
 fn request(submission: &Submission<'_>) -> Request {
