@@ -84,7 +84,10 @@ impl<T: Number> Contestant<T> for One<'_, T> {
     }
     fn call(&mut self) -> Result<(), Failure> {
         let Ours { engine, way, .. } = self.ours;
-        let late = *way == Way::Waiting && engine.rank() > 0;
+        if *way == Way::Named {
+            return Ok(engine.all_reduce_now("tensor", &mut self.buffer, ReduceOp::Sum)?);
+        }
+        let late = engine.rank() > 0;
         if late {
             std::thread::sleep(ABSENCE);
         }

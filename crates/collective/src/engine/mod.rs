@@ -46,7 +46,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -104,6 +104,8 @@ pub(crate) struct Shared {
     table: Mutex<Table>,
     /// Something has ended.
     done: Condvar,
+    /// Threads that sleep until then.
+    sleepers: AtomicUsize,
     /// Rounds of the first buckets that are over.
     rounds: [AtomicU64; ROUNDS],
     /// Somebody has waited since the last submission.
@@ -171,7 +173,10 @@ impl Shared {
 
     /// Wakes who waits, and calls who wants to be called.
     fn completed(&self, callbacks: Vec<(Box<dyn FnOnce(Result<()>) + Send>, Result<()>)>) {
-        self.done.notify_all();
+        // Who sleeps has said so under the table's lock, which has been held since to write the result.
+        if self.sleepers.load(Ordering::Relaxed) > 0 {
+            self.done.notify_all();
+        }
         for (callback, result) in callbacks {
             callback(result);
         }
@@ -315,6 +320,7 @@ impl Shared {
         let mut since = None;
         let mut grace = true;
         let mut start = 0;
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
         let outcome = loop {
             if ready(&mut table) {
                 break Ok(true);
@@ -348,6 +354,7 @@ impl Shared {
                 }
             }
         };
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
         if since.is_some()
             && let Some(receipt) = receipt
         {
@@ -479,6 +486,7 @@ impl Engine {
             health: Arc::clone(group.health()),
             table: Mutex::default(),
             done: Condvar::new(),
+            sleepers: AtomicUsize::new(0),
             rounds: [const { AtomicU64::new(0) }; ROUNDS],
             waited: AtomicBool::new(false),
             progress: Mutex::new(Some(Progress::new(group.clone(), links, &options))),

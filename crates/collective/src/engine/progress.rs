@@ -28,6 +28,7 @@ use rustix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::{
+    cell::LazyCell,
     collections::VecDeque,
     io::{self, IoSlice},
     sync::atomic::Ordering,
@@ -250,8 +251,8 @@ impl Progress {
             self.pass_on(shared, event)?;
         }
         self.events = events;
-        let now = shared.now();
         if let Some(mut coordinator) = self.coordinator.take() {
+            let now = LazyCell::new(|| shared.now());
             let mut others = Vec::new();
             for (rank, line) in self.lines.iter_mut().enumerate() {
                 let Some(line) = line else { continue };
@@ -259,13 +260,13 @@ impl Progress {
                     Word::Ask | Word::Doing { .. } | Word::Timeline(_) | Word::Trace { .. } => {
                         others.push((rank, word));
                     }
-                    _ => coordinator.hear(rank, word, now),
+                    _ => coordinator.hear(rank, word, *now),
                 });
             }
             let decisions = coordinator.decide();
             self.coordinator = Some(coordinator);
             for (rank, word) in others {
-                self.answer(shared, rank, word, now)?;
+                self.answer(shared, rank, word, *now)?;
             }
             moved |= !decisions.is_empty();
             for decision in decisions {
