@@ -20,9 +20,9 @@ use std::{
 };
 
 /// How long a caller may take to say who it is.
-const GREETING_TIME: Duration = Duration::from_secs(5);
+pub(crate) const GREETING_TIME: Duration = Duration::from_secs(5);
 /// How many callers may be at it at once.
-const WAITING_ROOM: usize = 64;
+pub(crate) const WAITING_ROOM: usize = 64;
 
 /// How often a rank that waits for callers looks whether it should go on.
 pub(crate) const NAP: Duration = Duration::from_millis(50);
@@ -226,7 +226,7 @@ pub(crate) fn call(
 
 /// Refuses a connection that met itself: while nobody listens on a port, the kernel may give that very port to the
 /// caller, and the two ends are one.
-fn not_oneself(stream: TcpStream) -> io::Result<TcpStream> {
+pub(crate) fn not_oneself(stream: TcpStream) -> io::Result<TcpStream> {
     if stream.local_addr()? == stream.peer_addr()? {
         return Err(io::ErrorKind::ConnectionRefused.into());
     }

@@ -4,6 +4,8 @@
 //! member, so a call that differs on one rank is seen by all before anybody touches a byte of it.
 #![expect(unsafe_code, reason = "reads and writes memory that other processes share")]
 
+mod exchange;
+
 use crate::{
     bucket::{BucketMemory, Buckets, Location, Place},
     call::{Call, disagreement},

@@ -7,6 +7,7 @@ use crate::{
     accept::{self, Caller, NAP},
     bell::Bell,
     error::{Error, Result},
+    fork::Registered,
     frame::{Hello, Purpose},
     health::EXPLANATION,
     link::pipe::PipeLink,
@@ -20,7 +21,7 @@ use crate::{
     watch::{Near, Remote},
 };
 use rustix::{
-    fd::{AsFd, OwnedFd},
+    fd::{AsFd, AsRawFd, OwnedFd},
     thread::CpuSet,
 };
 use std::{
@@ -100,6 +101,33 @@ pub(crate) struct Connected {
     pub peers: Vec<Option<Peer>>,
     pub near: Vec<Near>,
     pub remote: Vec<Remote>,
+    pub directory: Directory,
+}
+
+/// What a rank needs to meet others later on: who they are, where they are, and where it can be called itself.
+pub(crate) struct Directory {
+    pub me: usize,
+    pub generation: u64,
+    pub members: Vec<Member>,
+    pub security: Security,
+    /// Who shares memory with this rank.
+    pub neighbours: Vec<bool>,
+    pub near: Listener<UnixListener>,
+    /// With everybody's address, where links over TCP are needed.
+    pub far: Option<(Listener<TcpListener>, Vec<SocketAddr>)>,
+}
+
+/// A listener that does not block and that forked children do not keep.
+pub(crate) struct Listener<L> {
+    _registered: Registered,
+    pub socket: L,
+}
+
+impl<L: AsFd + AsRawFd> Listener<L> {
+    fn new(socket: L) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        Ok(Self { _registered: Registered::new(&socket), socket })
+    }
 }
 
 /// What a caller chooses.
@@ -165,6 +193,15 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
     neighbours.retain(|neighbour| shares(me, neighbour.rank));
 
     let shared = (0..size).all(|b| (0..b).all(|a| shares(a, b)));
+    let directory = Directory {
+        me,
+        generation: rendezvous.generation(),
+        members: members.clone(),
+        security: wishes.security.clone(),
+        neighbours: (0..size).map(|rank| rank != me && shares(me, rank)).collect(),
+        near: Listener::new(listener).map_err(|error| Error::system("a listener", error))?,
+        far: None,
+    };
     let mut connected = Connected {
         hosts: members.iter().map(|member| member.host.clone()).collect(),
         cores: cores(&members),
@@ -174,6 +211,7 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         peers: (0..size).map(|_| None).collect(),
         near: Vec::new(),
         remote: Vec::new(),
+        directory,
     };
     connected.neighbours[me] = Some(Arc::new(segment));
     for Neighbour { rank, segment, channel } in neighbours {
@@ -196,6 +234,10 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         let addresses = addresses(&gather(address.to_string().as_bytes())?)?;
         let meeting = Meeting { rendezvous, wishes, addresses, listener, deadline };
         open_connections(&mut connected, &party, &meeting, &far)?;
+        let Meeting { addresses, listener, .. } = meeting;
+        let listener =
+            Listener::new(listener).map_err(|error| Error::system("a listener", error))?;
+        connected.directory.far = Some((listener, addresses));
         // Whoever could not connect has said so by now, and why.
         gather(&[])?;
     }
@@ -254,6 +296,34 @@ fn place(otherwise: &str) -> String {
     }
 }
 
+/// What `me` says first when it calls `to`.
+pub(crate) fn hello(
+    members: &[Member],
+    generation: u64,
+    me: usize,
+    to: usize,
+    purpose: Purpose,
+) -> Hello {
+    Hello { generation, from: me as u32, to: to as u32, purpose, token: members[to].token }
+}
+
+/// Whether a greeting comes from a member of the group, for one of the purposes, and from which.
+pub(crate) fn admit(
+    members: &[Member],
+    generation: u64,
+    me: usize,
+    hello: &Hello,
+    purposes: &[Purpose],
+) -> Result<usize, String> {
+    accept::for_me(hello, me, generation)?;
+    let from = hello.from as usize;
+    let differs = hello.token.iter().zip(&members[me].token).fold(0, |all, (a, b)| all | (a ^ b));
+    if differs != 0 || from >= members.len() || !purposes.contains(&hello.purpose) {
+        return Err("you are not of this group".into());
+    }
+    Ok(from)
+}
+
 /// This rank among the others while memory is handed over.
 struct Party<'a> {
     me: usize,
@@ -268,23 +338,11 @@ impl Party<'_> {
     }
 
     fn hello(&self, to: usize, purpose: Purpose) -> Hello {
-        let (generation, token) = (self.generation, self.members[to].token);
-        Hello { generation, from: self.me as u32, to: to as u32, purpose, token }
+        hello(self.members, self.generation, self.me, to, purpose)
     }
 
-    /// Whether a greeting comes from a member of this group.
     fn admit(&self, hello: &Hello, purposes: &[Purpose]) -> Result<usize, String> {
-        accept::for_me(hello, self.me, self.generation)?;
-        let from = hello.from as usize;
-        let differs = hello
-            .token
-            .iter()
-            .zip(&self.members[self.me].token)
-            .fold(0, |all, (a, b)| all | (a ^ b));
-        if differs != 0 || from >= self.members.len() || !purposes.contains(&hello.purpose) {
-            return Err("you are not of this group".into());
-        }
-        Ok(from)
+        admit(self.members, self.generation, self.me, hello, purposes)
     }
 
     /// Calls the neighbours of lower rank. One that cannot be shared with is left out, with the reason logged.

@@ -20,14 +20,22 @@ pub enum Kind {
     Barrier = 4,
     /// Memory of the group is made.
     Bucket = 5,
-    /// Every rank gets its part of the combination.
+    /// Every rank gets its part of the combination of all ranks' elements.
     ReduceScatter = 6,
-    /// Every rank gets its part of everybody's elements.
+    /// Every rank gets its part of every rank's elements.
     AllToAll = 7,
+    /// As the reduce-scatter, with parts of different lengths.
+    ReduceScatterVaried = 8,
+    /// As the all-to-all, with as many elements for each rank as it is given.
+    AllToAllVaried = 9,
+    /// One rank's elements go to another.
+    Send = 10,
+    /// One rank's elements come from another.
+    Receive = 11,
 }
 
 impl Kind {
-    const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self::AllReduce,
         Self::AllGather,
         Self::AllGatherVaried,
@@ -36,6 +44,10 @@ impl Kind {
         Self::Bucket,
         Self::ReduceScatter,
         Self::AllToAll,
+        Self::ReduceScatterVaried,
+        Self::AllToAllVaried,
+        Self::Send,
+        Self::Receive,
     ];
 
     /// The name users write.
@@ -49,6 +61,10 @@ impl Kind {
             Self::Bucket => "bucket",
             Self::ReduceScatter => "reduce_scatter",
             Self::AllToAll => "all_to_all",
+            Self::ReduceScatterVaried => "reduce_scatter_varied",
+            Self::AllToAllVaried => "all_to_all_varied",
+            Self::Send => "send",
+            Self::Receive => "receive",
         }
     }
 }
@@ -59,6 +75,7 @@ pub(crate) struct Call {
     pub kind: Kind,
     pub dtype: DType,
     pub reduction: Reduction,
+    /// The root, the other rank of a pair, or the fingerprint of the parts' lengths.
     pub root: usize,
     /// Elements of one rank; of all ranks together where their numbers differ.
     pub count: usize,
@@ -110,11 +127,20 @@ impl Call {
 
     /// A fingerprint that differs when the words do, but for one case in 2⁶⁴.
     pub fn signature(&self) -> u64 {
-        self.words().into_iter().fold(0x9e37_79b9_7f4a_7c15, |hash, word| {
-            let mixed = (hash ^ word).wrapping_mul(0xd6e8_feb8_6659_fd93);
-            mixed ^ (mixed >> 32)
-        })
+        fingerprint(self.words())
     }
+}
+
+fn fingerprint(words: impl IntoIterator<Item = u64>) -> u64 {
+    words.into_iter().fold(0x9e37_79b9_7f4a_7c15, |hash, word| {
+        let mixed = (hash ^ word).wrapping_mul(0xd6e8_feb8_6659_fd93);
+        mixed ^ (mixed >> 32)
+    })
+}
+
+/// A fingerprint of lengths that fits where a root does.
+pub(crate) fn fingerprint_of(counts: &[usize]) -> usize {
+    fingerprint(counts.iter().map(|count| *count as u64)) as u32 as usize
 }
 
 impl fmt::Display for Call {
@@ -122,10 +148,16 @@ impl fmt::Display for Call {
         let (name, dtype, count) = (self.kind.name(), self.dtype.name(), self.count);
         match self.kind {
             Kind::Barrier => write!(f, "{name}()"),
-            Kind::AllReduce => {
+            Kind::AllReduce | Kind::ReduceScatter => {
                 write!(f, "{name}({dtype} × {count}, {})", self.reduction)
             }
+            Kind::ReduceScatterVaried => {
+                let (reduction, counts) = (self.reduction, self.root);
+                write!(f, "{name}({dtype} × {count}, {reduction}, counts #{counts:08x})")
+            }
             Kind::Broadcast => write!(f, "{name}({dtype} × {count}, root {})", self.root),
+            Kind::Send => write!(f, "{name}({dtype} × {count}, to {})", self.root),
+            Kind::Receive => write!(f, "{name}({dtype} × {count}, from {})", self.root),
             _ => write!(f, "{name}({dtype} × {count})"),
         }
     }

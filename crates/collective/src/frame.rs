@@ -74,6 +74,12 @@ pub enum Purpose {
     Agent = 4,
     /// A task talks to its agent, on a Unix socket.
     Task = 5,
+    /// Messages of the caller to the rank that it calls.
+    Send = 6,
+    /// Messages of the rank that is called to the caller.
+    Receive = 7,
+    /// The caller waits to be called back, and wants to know if that can no longer be.
+    Knock = 8,
 }
 
 /// The first frame on every connection.
@@ -151,6 +157,9 @@ impl Hello {
             3 => Purpose::Memory,
             4 => Purpose::Agent,
             5 => Purpose::Task,
+            6 => Purpose::Send,
+            7 => Purpose::Receive,
+            8 => Purpose::Knock,
             _ => return Err(FrameError::Field("purpose")),
         };
         let hello = Self {

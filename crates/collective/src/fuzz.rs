@@ -181,6 +181,9 @@ fn a_hello(random: &mut Random) -> Hello {
             Purpose::Control,
             Purpose::Rendezvous,
             Purpose::Memory,
+            Purpose::Send,
+            Purpose::Receive,
+            Purpose::Knock,
         ]),
         token: std::array::from_fn(|_| random.next() as u8),
     }
@@ -217,14 +220,6 @@ fn fuzz_hello() {
 
 fn a_header(random: &mut Random) -> Header {
     let scale = |random: &mut Random| random.pick(&[1.0, 0.5, -3.0, f64::INFINITY, f64::MIN]);
-    let kinds = [
-        Kind::AllReduce,
-        Kind::AllGather,
-        Kind::AllGatherVaried,
-        Kind::Broadcast,
-        Kind::Barrier,
-        Kind::Bucket,
-    ];
     let (prescale, postscale) = (scale(random), scale(random));
     Header {
         generation: random.next(),
@@ -232,7 +227,7 @@ fn a_header(random: &mut Random) -> Header {
         step: random.next() as u16,
         length: random.next(),
         call: Call {
-            kind: random.pick(&kinds),
+            kind: random.pick(&Kind::ALL),
             dtype: random.pick(&DType::ALL),
             reduction: Reduction { op: random.pick(&ReduceOp::ALL), prescale, postscale },
             root: random.next() as u32 as usize,

@@ -1,6 +1,8 @@
 //! The group: the calls that users make.
 #![expect(unsafe_code, reason = "hands tensors to the arena as pointers and lengths")]
 
+mod exchange;
+
 use crate::{
     DType, Element, Reduction,
     arena::Arena,
@@ -14,6 +16,7 @@ use crate::{
     link::Link,
     mesh::{Mesh, Peer},
     options::GroupOptions,
+    pair::Pairs,
     plan::{self, Algorithm, Plan, Thresholds, Topology},
     rendezvous::Rendezvous,
     shm::{
@@ -79,6 +82,8 @@ struct Inner {
     forks: u32,
     /// Says goodbye before the connections close: fields are dropped in this order.
     watch: Option<Watch>,
+    /// None where there is one rank.
+    pairs: Option<Pairs>,
     parts: Mutex<Parts>,
 }
 
@@ -108,6 +113,7 @@ impl Drop for Inner {
             let nothing =
                 Parts { way: Way::Alone, buckets: Buckets::default(), channels: Vec::new() };
             std::mem::forget(self.watch.take());
+            std::mem::forget(self.pairs.take());
             std::mem::forget(std::mem::replace(&mut self.parts, Mutex::new(nothing)));
         } else if let Some(own) = &self.health.neighbours[self.health.rank] {
             own.leave();
@@ -128,8 +134,17 @@ impl Group {
         };
         fork::watch();
         let (rank, size) = (rendezvous.rank(), rendezvous.size());
-        let Connected { hosts, cores, neighbours, channels, shared, peers, near, remote } =
-            bootstrap::connect(rendezvous, &wishes)?;
+        let Connected {
+            hosts,
+            cores,
+            neighbours,
+            channels,
+            shared,
+            peers,
+            near,
+            remote,
+            directory,
+        } = bootstrap::connect(rendezvous, &wishes)?;
         let way = if size == 1 {
             Way::Alone
         } else if shared {
@@ -155,6 +170,7 @@ impl Group {
             address: rendezvous.address(),
             forks: fork::forks(),
             watch,
+            pairs: Some(Pairs::new(directory)).filter(|_| size > 1),
             parts: Mutex::new(Parts { way, buckets: Buckets::default(), channels }),
             options,
         };
@@ -476,8 +492,19 @@ impl Group {
         Ticket::new(&self.inner.health, call, self.limit)
     }
 
-    /// Refuses a call on a group that is dead or another process's.
+    fn pairs(&self) -> Result<&Pairs> {
+        let alone = || Error::Invalid("there is no other rank".into());
+        self.inner.pairs.as_ref().ok_or_else(alone)
+    }
+
+    /// Takes what a collective call works with.
     fn enter(&self, call: &Call) -> Result<MutexGuard<'_, Parts>> {
+        self.admit(call)?;
+        Ok(self.inner.parts.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Refuses a call on a group that is dead or another process's.
+    fn admit(&self, call: &Call) -> Result<()> {
         if self.inner.forks != fork::forks() {
             return Err(Error::Invalid(
                 "this process is a fork of the rank that made the group; only the rank may use it"
@@ -487,7 +514,7 @@ impl Group {
         if self.inner.health.failure().is_some() {
             return Err(self.inner.health.error(call));
         }
-        Ok(self.inner.parts.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(())
     }
 }
 

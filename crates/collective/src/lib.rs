@@ -11,6 +11,7 @@
 //! | `plan` | which algorithm a call uses, and why |
 //! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
 //! | `mesh`, `link` | collectives over streams of bytes, and the streams |
+//! | `pair` | links between two ranks, made when they are first needed |
 //! | `kernel` | the arithmetic |
 //! | `bootstrap`, `accept`, `security`, `rendezvous` | how ranks meet and come to trust each other |
 //! | `health`, `watch`, `process`, `fork` | who is alive, and how everybody learns who is not |
@@ -36,11 +37,13 @@ mod kernel;
 mod link;
 mod mesh;
 mod options;
+mod pair;
 pub mod plan;
 mod process;
 mod reduction;
 mod rendezvous;
 mod security;
+mod shares;
 mod shm;
 mod watch;
 

@@ -27,6 +27,12 @@ pub enum Algorithm {
     Ring,
     /// Links: from the root to its partners, from these to theirs.
     Tree,
+    /// Links: halves, quarters … with partners at distance n/2, n/4 …, until each rank has its part.
+    Halving,
+    /// Links: at step k to the k-th rank on the right, from the k-th on the left.
+    Pairwise,
+    /// One stream between two ranks.
+    Direct,
 }
 
 /// What a plan depends on besides the call.
@@ -114,6 +120,15 @@ pub fn choose(
     let inline = thresholds.inline.min(8 * INLINE_WORDS);
     let (algorithm, reason) = match (shared, kind) {
         _ if ranks == 1 => (Algorithm::Alone, "there is one rank"),
+        (_, Kind::Send | Kind::Receive) => {
+            (Algorithm::Direct, "two ranks have a link of their own")
+        }
+        (
+            true,
+            Kind::ReduceScatter | Kind::ReduceScatterVaried | Kind::AllToAll | Kind::AllToAllVaried,
+        ) if !registered || bytes <= one_shot => {
+            (Algorithm::OneShot, "shared memory: each rank takes its part of what the others stage")
+        }
         (true, _) if bytes <= inline => {
             (Algorithm::Inline, "it fits in the line that carries the sequence number")
         }
@@ -139,6 +154,17 @@ pub fn choose(
         (false, Kind::AllReduce) if ranks > 2 && bytes <= thresholds.halving => {
             (Algorithm::HalvingDoubling, "medium: few messages, each byte sent about twice")
         }
+        (false, Kind::AllToAll | Kind::AllToAllVaried) => {
+            (Algorithm::Pairwise, "each byte is sent once, straight to where it belongs")
+        }
+        (false, Kind::ReduceScatter | Kind::ReduceScatterVaried)
+            if ranks > 2 && ranks.is_power_of_two() && bytes <= thresholds.halving =>
+        {
+            (Algorithm::Halving, "small: the fewest messages, each byte sent about once")
+        }
+        (false, Kind::ReduceScatter | Kind::ReduceScatterVaried) => {
+            (Algorithm::Ring, "all links busy in both directions, each byte sent about once")
+        }
         (false, _) => (
             Algorithm::Ring,
             "large: all links busy in both directions, each byte sent about twice",
@@ -151,7 +177,8 @@ pub fn choose(
 mod tests {
     use super::*;
     use Algorithm::{
-        Alone, HalvingDoubling, InPlace, Inline, OneShot, RecursiveDoubling, Ring, Tree, TwoShot,
+        Alone, Direct, Halving, HalvingDoubling, InPlace, Inline, OneShot, Pairwise,
+        RecursiveDoubling, Ring, Tree, TwoShot,
     };
 
     #[test]
@@ -180,6 +207,16 @@ mod tests {
             (Kind::AllGather, 4, false, hosts(8), Ring),
             (Kind::Broadcast, 4, false, hosts(8), Tree),
             (Kind::Broadcast, 1 << 20, false, hosts(8), Ring),
+            (Kind::ReduceScatter, 4, false, host(8), OneShot),
+            (Kind::ReduceScatter, 1 << 20, true, host(8), InPlace),
+            (Kind::ReduceScatter, 512 << 10, true, hosts(8), Halving),
+            (Kind::ReduceScatterVaried, 4, false, hosts(6), Ring),
+            (Kind::ReduceScatterVaried, 1 << 20, false, hosts(8), Ring),
+            (Kind::AllToAll, 2 << 10, true, host(8), OneShot),
+            (Kind::AllToAllVaried, 1 << 20, true, host(8), InPlace),
+            (Kind::AllToAllVaried, 4, false, hosts(8), Pairwise),
+            (Kind::Send, 4, false, host(8), Direct),
+            (Kind::Receive, 4, false, hosts(8), Direct),
         ];
         for (kind, bytes, registered, topology, expected) in cases {
             let plan = choose(kind, bytes, registered, &topology, &Thresholds::default());

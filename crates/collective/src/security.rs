@@ -123,25 +123,29 @@ impl Security {
     }
 
     /// Shakes hands as the side that called. The stream's own time-outs bound the wait.
-    pub(crate) fn connect(&self, mut stream: TcpStream) -> io::Result<Authenticated> {
-        let Self::Tls(identity) = self else { return Ok(Authenticated::Plain(stream)) };
-        let name = ServerName::try_from(SERVER_NAME).map_err(io::Error::other)?;
-        let mut connection =
-            ClientConnection::new(Arc::clone(&identity.client), name).map_err(io::Error::other)?;
-        while connection.is_handshaking() {
-            connection.complete_io(&mut stream)?;
-        }
-        Ok(Authenticated::Tls(Box::new(connection.into()), stream))
+    pub(crate) fn connect(&self, stream: TcpStream) -> io::Result<Authenticated> {
+        self.begin_connect(stream)?.shaken()
     }
 
     /// Shakes hands as the side that was called.
-    pub(crate) fn accept(&self, mut stream: TcpStream) -> io::Result<Authenticated> {
+    pub(crate) fn accept(&self, stream: TcpStream) -> io::Result<Authenticated> {
+        self.begin_accept(stream)?.shaken()
+    }
+
+    /// The side that called, before [`Authenticated::shake`].
+    pub(crate) fn begin_connect(&self, stream: TcpStream) -> io::Result<Authenticated> {
         let Self::Tls(identity) = self else { return Ok(Authenticated::Plain(stream)) };
-        let mut connection =
+        let name = ServerName::try_from(SERVER_NAME).map_err(io::Error::other)?;
+        let connection =
+            ClientConnection::new(Arc::clone(&identity.client), name).map_err(io::Error::other)?;
+        Ok(Authenticated::Tls(Box::new(connection.into()), stream))
+    }
+
+    /// The side that was called, before [`Authenticated::shake`].
+    pub(crate) fn begin_accept(&self, stream: TcpStream) -> io::Result<Authenticated> {
+        let Self::Tls(identity) = self else { return Ok(Authenticated::Plain(stream)) };
+        let connection =
             ServerConnection::new(Arc::clone(&identity.server)).map_err(io::Error::other)?;
-        while connection.is_handshaking() {
-            connection.complete_io(&mut stream)?;
-        }
         Ok(Authenticated::Tls(Box::new(connection.into()), stream))
     }
 
@@ -155,6 +159,21 @@ impl Security {
 }
 
 impl Authenticated {
+    /// Goes on with the handshake; `WouldBlock` where a stream that does not block has no more bytes yet.
+    pub fn shake(&mut self) -> io::Result<()> {
+        if let Self::Tls(connection, stream) = self {
+            while connection.is_handshaking() {
+                connection.complete_io(stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn shaken(mut self) -> io::Result<Self> {
+        self.shake()?;
+        Ok(self)
+    }
+
     /// The certificate that the other side showed; empty without TLS.
     pub fn certificate(&self) -> &[u8] {
         match self {

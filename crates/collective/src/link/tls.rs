@@ -19,7 +19,7 @@ pub(crate) struct TlsLink {
     connection: Connection,
     _registered: Registered,
     stream: TcpStream,
-    /// The last buffer was filled: opened bytes may be left that no poll would tell of.
+    /// The last buffer was filled, or nobody has looked yet: opened bytes may be left that no poll would tell of.
     more: bool,
     /// The peer has closed its side of the socket.
     ended: bool,
@@ -30,7 +30,7 @@ impl TlsLink {
     pub fn new(mut connection: Connection, stream: TcpStream) -> io::Result<Self> {
         let _registered = prepare(&stream)?;
         connection.set_buffer_limit(Some(OUTBOX));
-        Ok(Self { connection, _registered, stream, more: false, ended: false })
+        Ok(Self { connection, _registered, stream, more: true, ended: false })
     }
 
     /// Takes opened bytes that are there already.

@@ -113,7 +113,9 @@ impl Mesh {
         let mut scratch = std::mem::take(&mut self.scratch);
         let dtype = ticket.call.dtype;
         let steps = match into.1 {
-            Landing::Combine(steps) if out == into.0 && to.is_some() && from.is_some() => {
+            Landing::Combine(steps)
+                if out == into.0 && !out.is_empty() && to.is_some() && from.is_some() =>
+            {
                 Some(steps)
             }
             _ => None,
@@ -201,6 +203,28 @@ impl Mesh {
             let start = part(count, core, pieces.start, 1).start;
             start * size..part(count, core, pieces.end - 1, 1).end * size
         };
+        let kept = self.halve(ticket, steps, tensor, bytes)?;
+        for (step, distance) in distances(core).enumerate() {
+            let (own, wider) = (&kept[kept.len() - 1 - step], &kept[kept.len() - 2 - step]);
+            let theirs =
+                if own.start == wider.start { own.end..wider.end } else { wider.start..own.start };
+            let partner = Some(me ^ distance);
+            let into = (bytes(&theirs), Landing::Store);
+            self.message(ticket, 1 + core + step, partner, partner, tensor, bytes(own), into)?;
+        }
+        Ok(())
+    }
+
+    /// Halves with the farthest partner, quarters with the next …, until rank r of a power of two has piece r
+    /// reduced. `bytes` says where pieces lie. Returns the pieces that were this rank's after each step.
+    pub(super) fn halve(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        steps: &Steps,
+        tensor: &mut [u8],
+        bytes: impl Fn(&Range<usize>) -> Range<usize>,
+    ) -> Result<Vec<Range<usize>>> {
+        let (me, core) = (self.me, core(self.ranks()));
         let mut kept: Vec<Range<usize>> = std::iter::once(0..core).collect();
         for (step, distance) in distances(core).rev().enumerate() {
             let now = kept[step].clone();
@@ -213,15 +237,7 @@ impl Mesh {
             self.message(ticket, 1 + step, partner, partner, tensor, bytes(&give), into)?;
             kept.push(keep);
         }
-        for (step, distance) in distances(core).enumerate() {
-            let (own, wider) = (&kept[kept.len() - 1 - step], &kept[kept.len() - 2 - step]);
-            let theirs =
-                if own.start == wider.start { own.end..wider.end } else { wider.start..own.start };
-            let partner = Some(me ^ distance);
-            let into = (bytes(&theirs), Landing::Store);
-            self.message(ticket, 1 + core + step, partner, partner, tensor, bytes(own), into)?;
-        }
-        Ok(())
+        Ok(kept)
     }
 
     fn ring_all_reduce(
@@ -244,7 +260,7 @@ impl Mesh {
 
     /// Ranges travel to the right: at step k this rank sends range `me - k` and receives range `me - k - 1`,
     /// which it sends on at the next step, as it comes in.
-    fn ring(
+    pub(super) fn ring(
         &mut self,
         ticket: &mut Ticket<'_>,
         ranges: &[Range<usize>],

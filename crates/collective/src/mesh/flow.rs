@@ -46,6 +46,8 @@ impl<R> Track<R> {
 /// A message in each direction over one tensor.
 pub(super) struct Flow<'a> {
     tensor: &'a mut [u8],
+    /// Where outgoing ranges lie, if not in the tensor.
+    source: Option<&'a [u8]>,
     dtype: DType,
     out: Track<Range<usize>>,
     into: Track<(Range<usize>, Landing)>,
@@ -76,6 +78,7 @@ impl<'a> Flow<'a> {
         }
         let mut flow = Self {
             tensor,
+            source: None,
             dtype,
             out: Track::new(out),
             into: Track::new(into),
@@ -86,6 +89,11 @@ impl<'a> Flow<'a> {
         flow.out.advance(0, |range| range);
         flow.into.advance(0, |(range, _)| range);
         flow
+    }
+
+    /// The same with outgoing ranges of other memory than the incoming ones'.
+    pub fn out_of(self, source: &'a [u8]) -> Self {
+        Self { source: Some(source), ..self }
     }
 
     pub fn bytes_out(&self) -> usize {
@@ -106,7 +114,8 @@ impl<'a> Flow<'a> {
             Some(needed) if self.into.index == needed => self.into.offset,
             Some(_) => 0,
         };
-        &self.tensor[range.start + offset..range.start + landed.max(*offset)]
+        let source = self.source.unwrap_or(self.tensor);
+        &source[range.start + offset..range.start + landed.max(*offset)]
     }
 
     pub fn sent(&mut self, bytes: usize) {
@@ -159,7 +168,7 @@ fn combine(dtype: DType, steps: &Steps, tensor: &mut [u8], scratch: &[u64]) {
     unsafe { kernel::reduce(dtype, steps, &sources, &[tensor.as_mut_ptr()], count) };
 }
 
-fn bytes_of(words: &mut [u64]) -> &mut [u8] {
+pub(super) fn bytes_of(words: &mut [u64]) -> &mut [u8] {
     // SAFETY: any byte of initialised words is an initialised byte.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len() * 8) }
 }

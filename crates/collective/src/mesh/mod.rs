@@ -5,6 +5,7 @@
 //! called something else is found out whoever it talks to.
 
 pub(crate) mod algorithms;
+mod exchange;
 mod flow;
 
 use crate::{
@@ -70,6 +71,10 @@ pub(crate) struct Mesh {
     /// Calls made so far.
     number: u64,
     scratch: Vec<u64>,
+    /// What a call works on that may not change its input.
+    copy: Vec<u64>,
+    /// Every pair has a link: the first all-to-all has opened those that no other algorithm needs.
+    complete: bool,
 }
 
 #[cold]
@@ -90,7 +95,7 @@ struct Side {
 
 impl Mesh {
     pub fn new(me: usize, peers: Vec<Option<Peer>>) -> Self {
-        Self { me, peers, number: 0, scratch: Vec::new() }
+        Self { me, peers, number: 0, scratch: Vec::new(), copy: Vec::new(), complete: false }
     }
 
     fn ranks(&self) -> usize {

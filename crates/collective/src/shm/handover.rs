@@ -6,10 +6,11 @@ use crate::{
 };
 use rustix::{
     event::{PollFd, PollFlags, poll},
-    fd::{BorrowedFd, OwnedFd},
+    fd::{AsFd, BorrowedFd, OwnedFd},
     net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType, connect, recvmsg, sendmsg, socket_with,
     },
     process::{geteuid, getpid},
     time::Timespec,
@@ -40,6 +41,14 @@ pub(crate) struct Channel {
 }
 
 impl Channel {
+    /// Connects, or says `WouldBlock` while too many others are waiting there.
+    pub fn try_connect(name: &str) -> io::Result<Self> {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+        Self::checked(socket.into())
+    }
+
     pub fn connect(name: &str) -> io::Result<Self> {
         UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?).and_then(Self::checked)
     }
@@ -89,39 +98,46 @@ impl Channel {
         let mut descriptors = Vec::new();
         let mut filled = 0;
         while filled < bytes.len() {
-            let mut space =
-                [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-            let mut into = [IoSliceMut::new(&mut bytes[filled..])];
-            match recvmsg(&self.stream, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-                Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
-                    return Err(io::Error::new(
-                        io::ErrorKind::QuotaExceeded,
-                        "this process may not open more descriptors: raise its limit (ulimit -n)",
-                    )
-                    .into());
-                }
-                Ok(message) if message.bytes == 0 => {
-                    return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
-                }
-                Ok(message) => {
-                    filled += message.bytes;
-                    for part in ancillary.drain() {
-                        if let RecvAncillaryMessage::ScmRights(fds) = part {
-                            descriptors.extend(fds);
-                        }
-                    }
-                }
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+            match self.try_receive(&mut bytes[filled..], &mut descriptors)? {
+                0 => {
                     check()?;
                     let nap = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
                     let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
                     let _ = poll(&mut fds, Some(&nap));
                 }
-                Err(error) => return Err(io::Error::from(error).into()),
+                read => filled += read,
             }
         }
         Ok(descriptors)
+    }
+
+    /// Takes what has arrived, if anything has, and says how many bytes.
+    pub fn try_receive(
+        &self,
+        bytes: &mut [u8],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> io::Result<usize> {
+        let mut space =
+            [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [IoSliceMut::new(bytes)];
+        match recvmsg(&self.stream, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+            Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => Err(io::Error::new(
+                io::ErrorKind::QuotaExceeded,
+                "this process may not open more descriptors: raise its limit (ulimit -n)",
+            )),
+            Ok(message) if message.bytes == 0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(message) => {
+                for part in ancillary.drain() {
+                    if let RecvAncillaryMessage::ScmRights(fds) = part {
+                        descriptors.extend(fds);
+                    }
+                }
+                Ok(message.bytes)
+            }
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(0),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// The same with a time limit.
@@ -130,6 +146,12 @@ impl Channel {
         self.receive(bytes, || {
             if start.elapsed() > limit { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
         })
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 
