@@ -126,6 +126,15 @@ impl Step {
         }
     }
 
+    /// Elements from one rank to another where their numbers differ.
+    fn share(&self, from: usize, to: usize) -> usize {
+        match scatter(self.seed, from, 1 + to) % 4 {
+            0 => 0,
+            1 => self.count / 2,
+            _ => scatter(self.seed, from, 100 + to) as usize % (self.count / 2 + 1),
+        }
+    }
+
     fn input<T: Sample>(&self, rank: usize, count: usize) -> impl Iterator<Item = T> + use<T> {
         input(self.seed, rank, count, self.style, self.reduction.op)
     }
@@ -180,6 +189,65 @@ impl Step {
                 counts[root] = self.count;
                 Ok(self.check_gathered(room.checked(), &counts, group))
             }
+            Kind::ReduceScatter | Kind::ReduceScatterVaried => {
+                let equal = self.kind == Kind::ReduceScatter;
+                let counts: Vec<usize> = (0..ranks)
+                    .map(|rank| if equal { self.count / ranks } else { self.varied(rank) })
+                    .collect();
+                let mut from = Room::<T>::new(group, self.place, counts.iter().sum())?;
+                let place = if self.seed.is_multiple_of(3) { Place::Inside } else { Place::Plain };
+                let longest = counts.iter().copied().max().unwrap_or(0);
+                let mut to = Room::<T>::new(group, place, longest)?;
+                self.fill(from.tensor(), rank);
+                let before = digest(from.tensor());
+                let output = &mut to.tensor()[..counts[rank]];
+                if equal {
+                    group.reduce_scatter(from.tensor(), output, self.reduction)?;
+                } else {
+                    group.reduce_scatter_varied(from.tensor(), &counts, output, self.reduction)?;
+                }
+                assert_eq!(digest(from.checked()), before);
+                let parts = group.all_gather_varied(&to.checked()[..counts[rank]])?;
+                assert_eq!(parts.counts, counts);
+                if self.judge(group) {
+                    self.check_reduced(&parts.values, group);
+                }
+                Ok(digest(&parts.values))
+            }
+            Kind::AllToAll | Kind::AllToAllVaried => {
+                let equal = self.kind == Kind::AllToAll;
+                let share =
+                    |from, to| if equal { self.count / ranks } else { self.share(from, to) };
+                let given = |from| (0..ranks).map(|to| share(from, to)).sum::<usize>();
+                let longest = (0..ranks).map(given).max().unwrap_or(0);
+                let mut from = Room::<T>::new(group, self.place, longest)?;
+                self.fill(from.tensor(), rank);
+                let before = digest(from.tensor());
+                let values = if equal {
+                    let mut to = Room::<T>::new(group, Place::Plain, longest)?;
+                    group.all_to_all(from.tensor(), to.tensor())?;
+                    to.checked().to_vec()
+                } else {
+                    let counts: Vec<usize> = (0..ranks).map(|to| share(rank, to)).collect();
+                    let received =
+                        group.all_to_all_varied(&from.tensor()[..given(rank)], &counts)?;
+                    let counts: Vec<usize> = (0..ranks).map(|from| share(from, rank)).collect();
+                    assert_eq!(received.counts, counts);
+                    received.values
+                };
+                assert_eq!(digest(from.checked()), before);
+                let mut values = values.iter();
+                for from in 0..ranks {
+                    let start = (0..rank).map(|to| share(from, to)).sum::<usize>();
+                    let theirs = self.input::<T>(from, longest).skip(start);
+                    for (index, expected) in theirs.take(share(from, rank)).enumerate() {
+                        let value = values.next().unwrap();
+                        assert_eq!(value.bits(), expected.bits(), "element {index} of rank {from}");
+                    }
+                }
+                assert!(values.next().is_none());
+                Ok(self.seed)
+            }
             _ => group.barrier().map(|()| 0),
         }
     }
@@ -191,7 +259,8 @@ impl Step {
         let picks = matches!(reduction.op, ReduceOp::Min | ReduceOp::Max) && !scaled;
         // Inside a host everything is combined in rank order and rounded once.
         let exact = self.style != Style::Rough || group.shares_memory() || picks;
-        let mut inputs: Vec<_> = (0..ranks).map(|rank| self.input::<T>(rank, self.count)).collect();
+        let mut inputs: Vec<_> =
+            (0..ranks).map(|rank| self.input::<T>(rank, result.len())).collect();
         for (index, value) in result.iter().enumerate() {
             let values: Vec<T> = inputs.iter_mut().filter_map(Iterator::next).collect();
             let expected = T::reduce(&values, reduction);
@@ -284,6 +353,10 @@ fn step(sizes: &'static [usize]) -> impl Strategy<Value = Step> {
         2 => Just(Kind::AllGatherVaried),
         2 => Just(Kind::Broadcast),
         1 => Just(Kind::Barrier),
+        3 => Just(Kind::ReduceScatter),
+        3 => Just(Kind::ReduceScatterVaried),
+        2 => Just(Kind::AllToAll),
+        2 => Just(Kind::AllToAllVaried),
     ];
     let place = prop_oneof![
         3 => Just(Place::Plain),
@@ -359,8 +432,17 @@ const SHARED: &[&str] = &[
     "AllReduce Inline",
     "AllReduce OneShot",
     "AllReduce TwoShot",
+    "AllToAll InPlace",
+    "AllToAll OneShot",
+    "AllToAllVaried InPlace",
+    "AllToAllVaried OneShot",
     "Broadcast InPlace",
     "Broadcast OneShot",
+    "ReduceScatter Alone",
+    "ReduceScatter InPlace",
+    "ReduceScatter OneShot",
+    "ReduceScatterVaried InPlace",
+    "ReduceScatterVaried OneShot",
 ];
 
 const LINKED: &[&str] = &[
@@ -370,9 +452,16 @@ const LINKED: &[&str] = &[
     "AllReduce HalvingDoubling",
     "AllReduce RecursiveDoubling",
     "AllReduce Ring",
+    "AllToAll Alone",
+    "AllToAll Pairwise",
+    "AllToAllVaried Pairwise",
     "Barrier RecursiveDoubling",
     "Broadcast Ring",
     "Broadcast Tree",
+    "ReduceScatter Halving",
+    "ReduceScatter Ring",
+    "ReduceScatterVaried Halving",
+    "ReduceScatterVaried Ring",
 ];
 
 #[test]
@@ -419,12 +508,24 @@ fn every_type_and_operation() {
                     let seed = scatter(dtype as u64, op as usize, steps.len());
                     let count = 1 + seed as usize % 150;
                     let reduction = Reduction::from(op);
-                    let kind = Kind::AllReduce;
-                    steps.push(Step { kind, dtype, count, reduction, style, root: 0, place, seed });
+                    for kind in [Kind::AllReduce, Kind::ReduceScatter, Kind::ReduceScatterVaried] {
+                        let root = 0;
+                        steps.push(Step {
+                            kind,
+                            dtype,
+                            count,
+                            reduction,
+                            style,
+                            root,
+                            place,
+                            seed,
+                        });
+                    }
                 }
             }
         }
         perform(over, 3, tiny(), &steps);
+        perform(over, 4, tiny(), &steps);
     }
 }
 
@@ -434,8 +535,8 @@ fn two_runs_give_the_same_bits() {
     for over in Over::ALL {
         for ranks in [3, 4, 7] {
             let step = |index: usize| Step {
-                kind: Kind::AllReduce,
-                dtype: [DType::F16, DType::Bf16, DType::F32, DType::F64][index % 4],
+                kind: [Kind::AllReduce, Kind::ReduceScatter][index % 2],
+                dtype: [DType::F16, DType::Bf16, DType::F32, DType::F64][index / 2 % 4],
                 count: 1 + scatter(9, ranks, index) as usize % 600,
                 reduction: ReduceOp::Mean.into(),
                 style: Style::Rough,
@@ -454,8 +555,9 @@ fn two_runs_give_the_same_bits() {
 #[test]
 fn the_last_call_is_whole_for_everybody() {
     for over in Over::ALL {
-        for round in 0..12u64 {
-            let kind = [Kind::AllReduce, Kind::Broadcast, Kind::AllGather][round as usize % 3];
+        for round in 0..16u64 {
+            let kinds = [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::AllToAll];
+            let kind = kinds[round as usize % kinds.len()];
             let last = Step {
                 kind,
                 dtype: DType::I32,
@@ -466,7 +568,7 @@ fn the_last_call_is_whole_for_everybody() {
                 place: Place::Plain,
                 seed: round,
             };
-            perform(over, 2 + round as usize % 4, Thresholds::default(), &[last]);
+            perform(over, 2 + round as usize % 5, Thresholds::default(), &[last]);
         }
     }
 }
@@ -541,7 +643,11 @@ fn groups_leave_nothing_behind() {
             let mut bucket = group.bucket::<f32>(1_000)?;
             bucket.fill(1.0);
             group.all_reduce(&mut bucket, ReduceOp::Sum)?;
-            group.broadcast(&mut bucket[..10], 1)
+            group.broadcast(&mut bucket[..10], 1)?;
+            let mut output = [0.0; 300];
+            group.all_to_all(&bucket[..300], &mut output)?;
+            group.send(&output, (group.rank() + 1) % 3)?;
+            group.receive(&mut output, (group.rank() + 2) % 3)
         }));
     };
     // What is made once per process.
