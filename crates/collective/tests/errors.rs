@@ -37,6 +37,38 @@ fn a_mistake_is_refused_and_harms_nobody() {
                 assert!(matches!(&error, Error::Invalid(why) if why.contains("12, not 11")));
                 let error = group.broadcast(&mut [1u8; 4], 3).unwrap_err();
                 assert!(matches!(&error, Error::Invalid(why) if why.contains("no rank 3")));
+                let sum = ReduceOp::Sum;
+                for (result, text) in [
+                    (
+                        group.reduce_scatter(&[1u8; 7], &mut [0; 2], sum),
+                        "needs an input of 6, not 7",
+                    ),
+                    (
+                        group.reduce_scatter_varied(&[1u8; 6], &[1, 5], &mut [0; 5], sum),
+                        "among 3 ranks needs as many counts, not 2",
+                    ),
+                    (
+                        group.reduce_scatter_varied(&[1u8; 6], &[1, 3, 3], &mut [0; 3], sum),
+                        "input of 6 elements: [1, 3, 3]",
+                    ),
+                    (
+                        group.reduce_scatter_varied(&[1u8; 6], &[1, 3, 2], &mut [0; 2], sum),
+                        "gives rank 1 3 elements, and its output has 2",
+                    ),
+                    (group.all_to_all(&[1u8; 7], &mut [0; 7]), "multiple of 3, not 7 and 7"),
+                    (group.all_to_all(&[1u8; 6], &mut [0; 3]), "multiple of 3, not 6 and 3"),
+                    (
+                        group.all_to_all_varied(&[1u8; 6], &[1, 2, 3, 0]).map(drop),
+                        "needs as many counts, not 4",
+                    ),
+                    (
+                        group.all_to_all_varied(&[1u8; 6], &[1, 2, usize::MAX]).map(drop),
+                        "input of 6 elements",
+                    ),
+                ] {
+                    let error = result.unwrap_err();
+                    assert!(matches!(&error, Error::Invalid(why) if why.contains(text)), "{error}");
+                }
             }
             let mut tensor = [group.rank() as i32 + 1];
             group.all_reduce(&mut tensor, ReduceOp::Product)?;
@@ -54,6 +86,33 @@ fn reduce<const N: usize>(group: &Group, reduction: impl Into<Reduction>) -> Res
 
 fn cast<const N: usize>(group: &Group, root: usize) -> Result<(), Error> {
     group.broadcast(&mut vec![1i16; N], root)
+}
+
+fn scatter<const N: usize>(group: &Group, reduction: impl Into<Reduction>) -> Result<(), Error> {
+    group.reduce_scatter(&vec![1f32; N * group.size()], &mut [0.0; N], reduction)
+}
+
+/// Parts of `N` elements but for rank 0, whose last element may be rank 1's.
+fn scatter_varied<const N: usize>(group: &Group, moved: bool) -> Result<(), Error> {
+    let mut counts = vec![N; group.size()];
+    counts[0] -= usize::from(moved);
+    counts[1] += usize::from(moved);
+    let mut output = vec![0f32; counts[group.rank()]];
+    let input = vec![1f32; N * group.size()];
+    group.reduce_scatter_varied(&input, &counts, &mut output, ReduceOp::Sum)
+}
+
+fn exchange<const N: usize>(group: &Group) -> Result<(), Error> {
+    group.all_to_all(&vec![1u8; N * group.size()], &mut vec![0; N * group.size()])
+}
+
+fn exchange_varied(group: &Group) -> Result<(), Error> {
+    group.all_to_all_varied(&vec![1u8; group.size()], &vec![1; group.size()]).map(drop)
+}
+
+/// Once in agreement before.
+fn twice(group: &Group, last: Call) -> Result<(), Error> {
+    exchange::<1>(group).and_then(|()| last(group))
 }
 
 /// What most ranks call, what one calls instead, and how a message names that.
@@ -111,6 +170,39 @@ const DIFFERENCES: &[(Call, Call, &str)] = &[
     ),
     (|g| g.bucket::<u8>(10).map(drop), |g| g.bucket::<u8>(11).map(drop), "bucket(u8 × 11)"),
     (|g| g.bucket::<u8>(10).map(drop), Group::barrier, "barrier()"),
+    (
+        |g| scatter::<2>(g, ReduceOp::Sum),
+        |g| scatter::<2>(g, ReduceOp::Max),
+        "reduce_scatter(f32 × ",
+    ),
+    (
+        |g| scatter::<60_000>(g, ReduceOp::Sum),
+        |g| scatter::<60_001>(g, ReduceOp::Sum),
+        "reduce_scatter(f32 × ",
+    ),
+    (|g| scatter::<60_000>(g, ReduceOp::Sum), Group::barrier, "barrier()"),
+    (
+        |g| scatter_varied::<4>(g, false),
+        |g| scatter_varied::<4>(g, true),
+        "reduce_scatter_varied(f32 × ",
+    ),
+    (
+        |g| scatter_varied::<90_000>(g, false),
+        |g| scatter_varied::<90_000>(g, true),
+        "reduce_scatter_varied(f32 × ",
+    ),
+    (
+        |g| scatter_varied::<4>(g, false),
+        |g| scatter::<4>(g, ReduceOp::Sum),
+        "reduce_scatter(f32 × ",
+    ),
+    (exchange::<3>, exchange::<4>, "all_to_all(u8 × "),
+    (exchange::<3>, Group::barrier, "barrier()"),
+    (|g| twice(g, exchange::<3>), |g| twice(g, exchange::<4>), "all_to_all(u8 × "),
+    (|g| twice(g, exchange::<300_000>), |g| twice(g, exchange::<5>), "all_to_all(u8 × "),
+    (|g| twice(g, exchange::<3>), |g| twice(g, Group::barrier), "barrier()"),
+    (|g| twice(g, Group::barrier), |g| twice(g, exchange::<3>), "all_to_all(u8 × "),
+    (exchange_varied, exchange::<1>, "all_to_all(u8 × "),
 ];
 
 /// A difference is an error on all ranks that says who differs. A broadcast over links may reach ranks before it
