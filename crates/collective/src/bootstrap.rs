@@ -70,6 +70,11 @@ impl Member {
         bytes
     }
 
+    /// What is needed of it once the group is made.
+    fn without_cores(&self) -> Self {
+        Self { cores: Vec::new(), ..self.clone() }
+    }
+
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (token, rest) = bytes.split_first_chunk::<16>()?;
         let (quota, mut rest) = rest.split_first_chunk::<4>()?;
@@ -196,7 +201,7 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
     let directory = Directory {
         me,
         generation: rendezvous.generation(),
-        members: members.clone(),
+        members: members.iter().map(Member::without_cores).collect(),
         security: wishes.security.clone(),
         neighbours: (0..size).map(|rank| rank != me && shares(me, rank)).collect(),
         near: Listener::new(listener).map_err(|error| Error::system("a listener", error))?,

@@ -34,7 +34,7 @@ use std::{
     time::Duration,
 };
 
-/// What every rank contributed to an all-gather of varied sizes.
+/// What came from every rank in an all-gather or all-to-all of varied sizes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gathered<T> {
     /// All elements in rank order.
@@ -43,7 +43,8 @@ pub struct Gathered<T> {
     pub counts: Vec<usize>,
 }
 
-/// Ranks that communicate. Every rank makes the same calls in the same order.
+/// Ranks that communicate. Every rank makes the same calls in the same order, but for [`Group::send`] and
+/// [`Group::receive`], which only two ranks make.
 ///
 /// A clone is the same group. A group leaves when its last clone is dropped.
 ///

@@ -66,7 +66,39 @@ fn call<T: Sample>(group: &Group, shelf: &mut Shelf<T>, random: u64) -> Result<u
             assert!(values(rank, *count).zip(result.by_ref()).all(|(a, b)| a.bits() == b.bits()));
         }
     };
-    match choose(21, 10) {
+    match choose(21, 13) {
+        10 => {
+            let each = count / RANKS;
+            let output = &mut shelf.output[..each];
+            group.reduce_scatter(&tensor[..each * RANKS], output, reduction)?;
+            let part = |from| values(from, count).skip(rank * each);
+            let mut inputs: Vec<_> = (0..RANKS).map(part).collect();
+            for (index, value) in output.iter().enumerate().filter(|_| judge) {
+                let all: Vec<T> = inputs.iter_mut().filter_map(Iterator::next).collect();
+                assert_eq!(value.bits(), T::reduce(&all, reduction).bits(), "{index} of {all:?}");
+            }
+            Ok(0)
+        }
+        11 => {
+            let each = count / RANKS;
+            let output = &mut shelf.output[..each * RANKS];
+            group.all_to_all(&tensor[..each * RANKS], output)?;
+            for (from, part) in output.chunks(each.max(1)).enumerate().filter(|_| judge) {
+                let theirs = values(from, count).skip(rank * each);
+                assert!(theirs.zip(part).all(|(a, b)| a.bits() == b.bits()));
+            }
+            Ok(0)
+        }
+        12 => {
+            let (right, left) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
+            // Small enough to fit into any link before it is received.
+            let count = count.min(1_000);
+            group.send(&tensor[..count], right)?;
+            let output = &mut shelf.output[..count];
+            group.receive(output, left)?;
+            assert!(values(left, count).zip(&*output).all(|(a, b)| a.bits() == b.bits()));
+            Ok(0)
+        }
         0 => group.barrier().map(|()| 0),
         1 => {
             let output = &mut shelf.output[..RANKS * count];

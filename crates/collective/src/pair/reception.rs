@@ -152,37 +152,33 @@ impl Room {
     /// Takes new callers from the listeners.
     fn listen(&mut self, epoll: &OwnedFd, directory: &Directory) {
         while self.has_place() {
-            let accepted =
-                directory.near.socket.accept().and_then(|(stream, _)| Guest::near(stream, epoll));
-            if !self.seat(accepted) {
-                break;
-            }
+            let Some((stream, _)) = next(directory.near.socket.accept()) else { break };
+            self.seat("this host".into(), |from| Guest::near(stream, from, epoll));
         }
         let Some((listener, _)) = &directory.far else { return };
         while self.has_place() {
-            let accepted = listener
-                .socket
-                .accept()
-                .and_then(|(stream, from)| Guest::far(stream, from.to_string(), epoll, directory));
-            if !self.seat(accepted) {
-                break;
-            }
+            let Some((stream, from)) = next(listener.socket.accept()) else { break };
+            self.seat(from.to_string(), |from| Guest::far(stream, from, epoll, directory));
         }
     }
 
-    /// Whether there may be more.
-    fn seat(&mut self, accepted: io::Result<Guest>) -> bool {
-        match accepted {
-            Ok(guest) => {
-                self.guests.push(guest);
-                true
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
-            Err(error) => {
-                tracing::warn!("a connection could not be accepted: {error}");
-                thread::sleep(NAP);
-                false
-            }
+    fn seat(&mut self, from: String, guest: impl FnOnce(String) -> io::Result<Guest>) {
+        match guest(from.clone()) {
+            Ok(guest) => self.guests.push(guest),
+            Err(error) => refused(&from, &error.to_string()),
+        }
+    }
+}
+
+/// Who has come, if anybody has.
+fn next<S>(accepted: io::Result<S>) -> Option<S> {
+    match accepted {
+        Ok(accepted) => Some(accepted),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+        Err(error) => {
+            tracing::warn!("a connection could not be accepted: {error}");
+            thread::sleep(NAP);
+            None
         }
     }
 }
@@ -193,10 +189,10 @@ impl Guest {
         Self { since: Instant::now(), from, state, greeting, filled }
     }
 
-    fn near(stream: UnixStream, epoll: &OwnedFd) -> io::Result<Self> {
+    fn near(stream: UnixStream, from: String, epoll: &OwnedFd) -> io::Result<Self> {
         let channel = Channel::checked(stream)?;
         watch(epoll, &channel)?;
-        Ok(Self::new("this host".into(), State::Near(channel, Vec::new())))
+        Ok(Self::new(from, State::Near(channel, Vec::new())))
     }
 
     fn far(

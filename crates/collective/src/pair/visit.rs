@@ -221,18 +221,11 @@ impl From<io::Error> for Trouble {
 /// Whether a connection that ended so may do better the next time.
 fn passes(error: &io::Error) -> bool {
     use io::ErrorKind::{
-        BrokenPipe, ConnectionAborted, ConnectionReset, Interrupted, TimedOut, UnexpectedEof,
-        WouldBlock,
+        BrokenPipe, ConnectionAborted, ConnectionReset, Interrupted, UnexpectedEof, WouldBlock,
     };
     matches!(
         error.kind(),
-        BrokenPipe
-            | ConnectionAborted
-            | ConnectionReset
-            | Interrupted
-            | TimedOut
-            | UnexpectedEof
-            | WouldBlock
+        BrokenPipe | ConnectionAborted | ConnectionReset | Interrupted | UnexpectedEof | WouldBlock
     )
 }
 
