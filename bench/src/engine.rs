@@ -168,6 +168,7 @@ impl<T: Number, B: DerefMut<Target = [T]>> Contestant<T> for Many<'_, B> {
                 reduction: ReduceOp::Sum.into(),
                 root: 0,
                 tensors: &tensors,
+                splits: &[],
             };
             // SAFETY: disjoint parts of the buffer, which is not touched before all of them are done.
             self.receipts.push(unsafe { engine.submit(&submission)? });

@@ -552,6 +552,41 @@ impl Engine {
         self.start(name.into(), Kind::AllGather, ReduceOp::Sum.into(), 0, tensor).map(Gathering)
     }
 
+    /// This rank's rows of the combination of all ranks' tensors: rows are shared out evenly, one more to the first
+    /// ranks if they do not come out even.
+    pub fn reduce_scatter<'a, B: Buffer>(
+        &self,
+        name: impl Into<Option<&'a str>>,
+        tensor: B,
+        reduction: impl Into<Reduction>,
+    ) -> Result<Gathering<B>> {
+        self.start(name.into(), Kind::ReduceScatter, reduction.into(), 0, tensor).map(Gathering)
+    }
+
+    /// What every rank has for this one, in rank order. Of this rank's elements as many go to each rank as `splits`
+    /// says; without any, equal shares.
+    pub fn all_to_all<'a, B: Buffer>(
+        &self,
+        name: impl Into<Option<&'a str>>,
+        mut tensor: B,
+        splits: &[usize],
+    ) -> Result<Gathering<B>> {
+        let reduction = ReduceOp::Sum.into();
+        let receipt = tensor.with_tensors(|tensors| {
+            let submission = Submission {
+                name: name.into(),
+                kind: Kind::AllToAll,
+                reduction,
+                root: 0,
+                tensors,
+                splits,
+            };
+            self.check(&submission)?;
+            self.shared.submit(&submission, false)
+        })?;
+        Ok(Gathering(Handle { shared: Arc::clone(&self.shared), receipt, buffer: Some(tensor) }))
+    }
+
     /// [`Self::all_reduce`] of borrowed memory that returns when it is done. With nothing else on its way it runs
     /// on this thread.
     pub fn all_reduce_now<'a, T: Element>(
@@ -632,6 +667,31 @@ impl Engine {
         Ok(())
     }
 
+    /// What cannot be right, whatever the other ranks do.
+    fn check(&self, submission: &Submission<'_>) -> Result<()> {
+        if submission.kind == Kind::Broadcast {
+            self.check_root(submission.root)?;
+        }
+        if submission.kind != Kind::AllToAll {
+            return Ok(());
+        }
+        for tensor in submission.tensors {
+            let (rows, ranks) = (tensor.shape.rows(), self.size());
+            let split: usize = submission.splits.iter().sum();
+            let problem = match submission.splits.len() {
+                0 if rows.is_multiple_of(ranks) => continue,
+                0 => format!(
+                    "{rows} rows cannot be shared out evenly among {ranks} ranks: pass splits"
+                ),
+                length if length != ranks => format!("{length} splits for {ranks} ranks"),
+                _ if split > rows => format!("the splits take {split} rows of {rows}"),
+                _ => continue,
+            };
+            return Err(Error::Invalid(problem));
+        }
+        Ok(())
+    }
+
     fn check_root(&self, root: usize) -> Result<()> {
         if root >= self.size() {
             return Err(Error::Invalid(format!("there is no rank {root} among {}", self.size())));
@@ -648,7 +708,8 @@ impl Engine {
         mut buffer: B,
     ) -> Result<Handle<B>> {
         let receipt = buffer.with_tensors(|tensors| {
-            self.shared.submit(&Submission { name, kind, reduction, root, tensors }, false)
+            self.shared
+                .submit(&Submission { name, kind, reduction, root, tensors, splits: &[] }, false)
         })?;
         Ok(Handle { shared: Arc::clone(&self.shared), receipt, buffer: Some(buffer) })
     }
@@ -663,8 +724,9 @@ impl Engine {
     ) -> Result<Vec<Output>> {
         let raw = buffer::raw(tensor);
         let tensors = if kind == Kind::Barrier { &[][..] } else { std::slice::from_ref(&raw) };
-        let receipt =
-            self.shared.submit(&Submission { name, kind, reduction, root, tensors }, true)?;
+        let receipt = self
+            .shared
+            .submit(&Submission { name, kind, reduction, root, tensors, splits: &[] }, true)?;
         self.shared.wait(receipt)
     }
 
@@ -674,9 +736,7 @@ impl Engine {
     /// Every tensor is aligned, holds as many elements as its shape says, and nobody else uses or frees it before
     /// the operation is done or has failed.
     pub unsafe fn submit(&self, submission: &Submission<'_>) -> Result<Receipt> {
-        if submission.kind == Kind::Broadcast {
-            self.check_root(submission.root)?;
-        }
+        self.check(submission)?;
         self.shared.submit(submission, false)
     }
 

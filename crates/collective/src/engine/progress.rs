@@ -9,13 +9,15 @@
 use super::{
     Shared,
     coordinator::{Coordinator, Rules, report, title},
-    message::{Decision, Doing, Event as Traced, Item, Phase, Request, Word, decode, encode},
+    message::{
+        Decision, Doing, Event as Traced, Item, Phase, Request, Shape, Word, decode, encode,
+    },
     output::Output,
     table::Event,
     timeline::Timeline,
 };
 use crate::{
-    Bucket, DType, Group, Reduction,
+    Bucket, DType, Gathered, Group, Reduction,
     bucket::Location,
     call::Kind,
     dtype::with_element,
@@ -544,8 +546,9 @@ impl Progress {
             }
             self.reduce(&pieces)?;
         } else {
-            for (_, _, request, pointers) in &operations {
-                outputs = self.exchange(request, pointers)?;
+            for (_, entry, request, pointers) in &operations {
+                let splits = shared.table().entries[*entry as usize].splits.clone();
+                outputs = self.exchange(request, pointers, &splits)?;
             }
         }
         let mut callbacks = Vec::new();
@@ -733,7 +736,12 @@ impl Progress {
     }
 
     /// Everything but reductions of all.
-    fn exchange(&self, request: &Request, pointers: &[*mut u8]) -> Result<Vec<Output>> {
+    fn exchange(
+        &self,
+        request: &Request,
+        pointers: &[*mut u8],
+        splits: &[usize],
+    ) -> Result<Vec<Output>> {
         let mut outputs = Vec::new();
         if request.kind == Kind::Barrier {
             self.group.barrier()?;
@@ -746,6 +754,22 @@ impl Progress {
                 match request.kind {
                     Kind::Broadcast => self.group.broadcast(elements, request.root as usize)?,
                     Kind::AllGather => outputs.push(Output::new(self.group.all_gather_varied(elements)?)),
+                    Kind::ReduceScatter => {
+                        let counts = shares(&tensor.shape, self.group.size());
+                        let mut values = vec![T::default(); counts[self.rank()]];
+                        self.group.reduce_scatter_varied(elements, &counts, &mut values, request.reduction)?;
+                        outputs.push(Output::new(Gathered { values, counts }));
+                    }
+                    Kind::AllToAll => {
+                        let row = tensor.shape.row();
+                        let counts: Vec<usize> = match splits {
+                            [] => vec![count / self.group.size(); self.group.size()],
+                            rows => rows.iter().map(|rows| rows * row).collect(),
+                        };
+                        // What no rank is given stays here.
+                        let given = &elements[..counts.iter().sum()];
+                        outputs.push(Output::new(self.group.all_to_all_varied(given, &counts)?));
+                    }
                     _ => {}
                 }
             });
@@ -911,6 +935,13 @@ impl Pieces {
             }
         }
     }
+}
+
+/// How many elements of a scattered tensor are each rank's: whole rows, one more for the first ranks if they do not
+/// come out even.
+fn shares(shape: &Shape, ranks: usize) -> Vec<usize> {
+    let (each, rest) = (shape.rows() / ranks, shape.rows() % ranks);
+    (0..ranks).map(|rank| (each + usize::from(rank < rest)) * shape.row()).collect()
 }
 
 /// # Safety

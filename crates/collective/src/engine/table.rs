@@ -43,6 +43,8 @@ pub struct Submission<'a> {
     pub root: usize,
     /// What it works on; several tensors are done together.
     pub tensors: &'a [RawTensor],
+    /// For an all-to-all, the rows that go to each rank; none for equal shares.
+    pub splits: &'a [usize],
 }
 
 /// Stands for one submitted operation.
@@ -118,6 +120,7 @@ pub(super) struct Entry {
     pub request: Request,
     /// The tensors, where there are none or several.
     pointers: Vec<*mut u8>,
+    pub splits: Vec<usize>,
     /// Memory whose owner has stopped waiting.
     orphan: Option<Box<dyn Any + Send>>,
     /// Known to the coordinator by this number.
@@ -270,6 +273,9 @@ impl Table {
                 known.pointers.extend(several.iter().map(|tensor| tensor.data));
             }
         }
+        if submission.kind == Kind::AllToAll {
+            known.splits = submission.splits.to_vec();
+        }
         let mut receipt = Receipt::loose(entry, flight.epoch);
         let fingerprint = fingerprint(submission);
         let same = flight.fingerprint == fingerprint;
@@ -336,6 +342,7 @@ impl Table {
             name: Arc::clone(&name),
             request,
             pointers: Vec::new(),
+            splits: Vec::new(),
             orphan: None,
             number: None,
             agreed: false,
