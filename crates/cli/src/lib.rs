@@ -8,10 +8,12 @@
 //! | `signals` | Ctrl-C, Ctrl-Z and their like |
 //! | `status`, `error` | exit codes, the status file, and what went wrong |
 //! | `doctor` | `deuteron doctor` |
+//! | `report` | `deuteron report` |
 
 mod doctor;
 mod error;
 mod output;
+mod report;
 mod run;
 mod settings;
 mod signals;
@@ -90,6 +92,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             Some(address) => doctor::peer(*address),
             None => doctor::doctor(matches.get_flag("json"), &program),
         },
+        Some(("report", matches)) => report::report(matches.get_one::<u32>("process").copied()),
         Some(("completions", matches)) => {
             let shell = matches.get_one::<clap_complete::Shell>("shell").copied();
             shell.map_or(exit::USAGE, |shell| print(&completions(shell)))
@@ -132,6 +135,17 @@ fn command() -> Command {
                 .hide(true)
                 .value_parser(clap::value_parser!(std::net::SocketAddr)),
         );
+    let report = Command::new("report")
+        .about(
+            "Say which operations of a running job wait for which ranks, and what these are doing",
+        )
+        .after_help("Run it on any host of the job. Signal USR2 makes a rank log the same.")
+        .arg(
+            Arg::new("process")
+                .value_name("PROCESS")
+                .help("The process number of a rank; by default every rank on this machine")
+                .value_parser(clap::value_parser!(u32)),
+        );
     let completions = Command::new("completions")
         .about("Print the completions of a shell")
         .after_help("For bash: deuteron completions bash > ~/.local/share/bash-completion/completions/deuteron")
@@ -147,7 +161,7 @@ fn command() -> Command {
         .version(env!("CARGO_PKG_VERSION"))
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommands([run, doctor, completions, agent, settings])
+        .subcommands([run, report, doctor, completions, agent, settings])
 }
 
 /// What starts this program again. In a wheel the running executable is Python, and the program's name is a script.

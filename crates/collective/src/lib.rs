@@ -50,7 +50,7 @@ mod watch;
 pub use bucket::Bucket;
 pub use dtype::{DType, Element};
 pub use engine::{
-    Buffer, Engine, EngineOptions, Gathering, Handle, Output, RawTensor, Receipt, Shape,
+    Buffer, DESK, Engine, EngineOptions, Gathering, Handle, Output, RawTensor, Receipt, Shape,
     Submission, Together,
 };
 pub use error::{Error, Result};

@@ -10,11 +10,13 @@
 //! | `coordinator`, `layout` | which operations run when, decided by the lowest rank: pure functions |
 //! | `message` | the words between them |
 //! | `progress` | what moves operations on, on whichever thread waits |
+//! | `desk` | where a running process is asked what its ranks wait for |
 //! | `timeline` | what every rank did when, in one file |
 #![expect(unsafe_code, reason = "operations on their way hold pointers to their tensors")]
 
 mod buffer;
 mod coordinator;
+mod desk;
 mod layout;
 pub(crate) mod message;
 mod output;
@@ -24,6 +26,7 @@ mod table;
 mod timeline;
 
 pub use buffer::{Buffer, Together};
+pub use desk::DESK;
 pub use message::Shape;
 pub use output::Output;
 pub use table::{RawTensor, Receipt, Submission};
@@ -55,6 +58,9 @@ use table::{Event, Next, Table};
 
 /// How long a bucket waits for members that this rank has not submitted while somebody waits for one that it has.
 const GRACE: Duration = Duration::from_millis(2);
+
+/// How long a report may take.
+const REPORT_TIME: Duration = Duration::from_secs(3);
 
 /// Buckets whose end is seen without the table's lock.
 const ROUNDS: usize = 256;
@@ -503,6 +509,7 @@ impl Engine {
             .name("deuteron-engine".into())
             .spawn(move || own.run())
             .map_err(|error| Error::system("the engine's thread cannot start", error))?;
+        desk::register(&shared);
         Ok(Self { shared, group, thread: Some(thread) })
     }
 
@@ -629,13 +636,7 @@ impl Engine {
 
     /// Which operations wait for which ranks, what each of these is doing, and for how long.
     pub fn report(&self) -> Result<String> {
-        self.shared.refuse_forks()?;
-        let mut table = self.shared.table();
-        table.report = None;
-        table.queue.leave(Event::Ask);
-        drop(table);
-        self.shared.wait_for(None, None, |table| table.report.is_some())?;
-        Ok(self.shared.table().report.take().unwrap_or_default())
+        self.shared.report()
     }
 
     /// Starts to record what every rank does, into a file that the lowest rank writes. On other ranks it does
@@ -762,6 +763,19 @@ impl Engine {
 }
 
 impl Shared {
+    fn report(&self) -> Result<String> {
+        self.refuse_forks()?;
+        let mut table = self.table();
+        let before = table.reports;
+        table.queue.leave(Event::Ask);
+        drop(table);
+        let deadline = Instant::now() + REPORT_TIME;
+        if !self.wait_for(None, Some(deadline), |table| table.reports > before)? {
+            return Ok("rank 0 has not answered: it is in an operation that has begun".into());
+        }
+        Ok(self.table().report.clone())
+    }
+
     fn is_done(&self, receipt: Receipt) -> bool {
         let mut table = self.table();
         table.failed || table.is_done(receipt)

@@ -504,7 +504,10 @@ impl Progress {
                 }
             }
             Decision::Report(text) => {
-                shared.table().report = Some(text);
+                let mut table = shared.table();
+                table.report = text;
+                table.reports += 1;
+                drop(table);
                 shared.completed(Vec::new());
             }
             Decision::Timeline(on) => self.switch_timeline(shared, on)?,

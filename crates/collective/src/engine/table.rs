@@ -206,7 +206,9 @@ pub(super) struct Table {
     pub active: (Duration, u32),
     pub joined: Option<Duration>,
     pub last_joined: Option<usize>,
-    pub report: Option<String>,
+    /// The last report, and how many there have been.
+    pub report: String,
+    pub reports: u64,
     pub timeline_ended: bool,
     /// Stretches of time for the timeline, when one is recorded.
     pub trace: Option<Vec<Traced>>,
