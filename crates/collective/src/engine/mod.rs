@@ -250,7 +250,7 @@ impl Shared {
             Ok(mut guard) => {
                 if let Some(progress) = guard.as_mut() {
                     match progress.drive(self, false) {
-                        Ok(more) => self.rest(progress, more),
+                        Ok(more) => self.rest(progress, more, false),
                         Err(error) => self.fail(progress, &error),
                     }
                 }
@@ -261,9 +261,9 @@ impl Shared {
     }
 
     /// Leaves driving to the thread (DRIVE-1).
-    fn rest(&self, progress: &mut Progress, more: bool) {
+    fn rest(&self, progress: &mut Progress, more: bool, urgent: bool) {
         let mut watched = Watched::default();
-        let idle = progress.arm(&mut watched);
+        let idle = progress.arm(self, &mut watched, urgent);
         let until = watched.until.map_or(u64::MAX, |until| until.as_nanos() as u64);
         let late = until < self.sleeps_until.load(Ordering::Relaxed);
         if more || !idle || late || watched.sends() || !self.table().queue.is_empty() {
@@ -290,15 +290,17 @@ impl Shared {
         match self.progress.try_lock() {
             Ok(mut guard) => {
                 if let Some(progress) = guard.as_mut() {
+                    let mut over = false;
                     for look in 0..self.patience.looks {
                         if look == self.patience.quiet {
-                            progress.ring();
+                            progress.ring(false);
                         }
                         if let Err(error) = progress.drive(self, true) {
                             self.fail(progress, &error);
                             break;
                         }
-                        if ready(&mut self.table()) {
+                        over = ready(&mut self.table());
+                        if over {
                             break;
                         }
                         if self.patience.crowded {
@@ -307,7 +309,7 @@ impl Shared {
                             std::hint::spin_loop();
                         }
                     }
-                    self.rest(progress, false);
+                    self.rest(progress, false, !over);
                 }
             }
             Err(TryLockError::WouldBlock) => self.ring(),
@@ -390,13 +392,13 @@ impl Shared {
         let mut watched = Watched::default();
         loop {
             {
-                let mut guard = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut guard = self.take_over();
                 let Some(progress) = guard.as_mut() else { return };
                 let driven = progress.keep_time(self).and_then(|()| progress.drive(self, true));
                 if let Err(error) = driven {
                     return self.fail(progress, &error);
                 }
-                if !progress.arm(&mut watched) {
+                if !progress.arm(self, &mut watched, false) {
                     continue;
                 }
                 let until = watched.until.map_or(u64::MAX, |until| until.as_nanos() as u64);
@@ -411,6 +413,18 @@ impl Shared {
             self.doze(&watched);
             self.table().queue.wake();
         }
+    }
+
+    /// Takes the lock, but leaves a user's thread that drives in peace for a while: it is likely to do everything.
+    fn take_over(&self) -> MutexGuard<'_, Option<Progress>> {
+        for _ in 0..20 {
+            match self.progress.try_lock() {
+                Ok(guard) => return guard,
+                Err(TryLockError::Poisoned(error)) => return error.into_inner(),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(50)),
+            }
+        }
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sleeps until the bell rings, a word comes, the group fails or it is time.
@@ -757,6 +771,7 @@ impl Engine {
     }
 
     /// Calls `callback` when an operation is done or has failed, on whatever thread finds that out; at once if it is.
+    /// It must not wait for an operation: nobody else might move it on.
     pub fn when_done(&self, receipt: Receipt, callback: impl FnOnce(Result<()>) + Send + 'static) {
         self.shared.when_done(receipt, Box::new(callback));
     }
@@ -859,7 +874,8 @@ impl<B: Buffer> Handle<B> {
         self.shared.wait_until(self.receipt, deadline)
     }
 
-    /// Calls `callback` when it is done or has failed, on whatever thread finds that out; at once if it is.
+    /// Calls `callback` when it is done or has failed, on whatever thread finds that out; at once if it is. It must not
+    /// wait for an operation: nobody else might move it on.
     pub fn when_done(&self, callback: impl FnOnce(Result<()>) + Send + 'static) {
         self.shared.when_done(self.receipt, Box::new(callback));
     }

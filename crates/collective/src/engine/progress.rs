@@ -82,9 +82,10 @@ impl Line {
         }
     }
 
-    fn ring(&mut self) {
-        if std::mem::take(&mut self.unrung) {
-            self.link.ring();
+    /// Wakes the other side for what was sent; if it is patient, only when somebody here is about to sleep.
+    fn ring(&mut self, urgent: bool) {
+        if self.unrung {
+            self.unrung = !self.link.ring(urgent);
         }
     }
 
@@ -219,8 +220,8 @@ impl Progress {
     }
 
     /// Wakes whoever sleeps at the other end of a line on which something was sent.
-    pub fn ring(&mut self) {
-        self.lines.iter_mut().flatten().for_each(Line::ring);
+    pub fn ring(&mut self, urgent: bool) {
+        self.lines.iter_mut().flatten().for_each(|line| line.ring(urgent));
     }
 
     /// Does everything that can be done now. Without `carry_out` it only talks, and says whether there is more.
@@ -465,7 +466,7 @@ impl Progress {
     fn carry_out(&mut self, shared: &Shared, decision: Decision) -> Result<()> {
         if self.coordinator.is_some() {
             self.flush(shared)?; // DRIVE-2
-            self.ring();
+            self.ring(true);
         }
         match decision {
             Decision::Run(items) => self.run(shared, items)?,
@@ -848,11 +849,16 @@ impl Progress {
     }
 
     /// Readies the links to wake the thread (DRIVE-1). None if there is more to do at once.
-    pub fn arm(&mut self, watched: &mut Watched) -> bool {
+    ///
+    /// As long as the lowest rank has nothing on its way, nothing can run, and what others tell it can lie until it
+    /// has, or until one of them has to sleep (`urgent`).
+    pub fn arm(&mut self, shared: &Shared, watched: &mut Watched, urgent: bool) -> bool {
         watched.fds.clear();
+        let patient = self.coordinator.is_some() && !shared.table().is_busy();
         let mut idle = self.decisions.is_empty();
-        self.ring();
+        self.ring(urgent);
         for line in self.lines.iter_mut().flatten() {
+            line.link.be_patient(patient);
             if line.ended.is_some() {
                 continue;
             }
@@ -899,7 +905,7 @@ impl Drop for Progress {
     fn drop(&mut self) {
         for line in self.lines.iter_mut().flatten() {
             line.flush();
-            line.ring();
+            line.ring(true);
         }
     }
 }

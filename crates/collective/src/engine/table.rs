@@ -192,6 +192,8 @@ pub(super) struct Table {
     /// Entry of each number.
     numbers: FxHashMap<u32, u32>,
     pub buckets: Vec<Bucket>,
+    /// Operations on their way.
+    flying: usize,
     pub queue: Queue<Event>,
     era: u32,
     nameless: u64,
@@ -261,6 +263,7 @@ impl Table {
             self.era = self.era.wrapping_add(1);
         }
         flight.era = self.era;
+        self.flying += 1;
         flight.epoch += 1;
         flight.announced = false;
         flight.submitted_at = clock;
@@ -400,8 +403,8 @@ impl Table {
     }
 
     /// Whether any operation is on its way here.
-    pub fn is_busy(&mut self) -> bool {
-        (0..self.entries.len() as u32).any(|entry| !self.is_idle(entry))
+    pub fn is_busy(&self) -> bool {
+        self.flying > 0
     }
 
     /// The result of an operation that is done.
@@ -499,6 +502,7 @@ impl Table {
         state.flight.done = state.flight.epoch;
         state.flight.in_bucket = NO_BUCKET;
         state.orphan = None;
+        self.flying = self.flying.saturating_sub(1);
         let receipt = Receipt::loose(entry, state.flight.epoch);
         let outcome = result.as_ref().map(|_| ()).map_err(Clone::clone);
         match result {
@@ -523,6 +527,7 @@ impl Table {
         let state = &mut self.buckets[bucket as usize];
         let round = state.round;
         state.round += 1;
+        self.flying = self.flying.saturating_sub(state.members.len() - state.left);
         state.left = state.members.len();
         if self.callbacks.is_empty() {
             return Vec::new();

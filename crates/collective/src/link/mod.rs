@@ -27,8 +27,13 @@ pub(crate) trait Link: Send {
         self.send(parts)
     }
 
-    /// Wakes whoever sleeps at the other end.
-    fn ring(&mut self) {}
+    /// Wakes whoever sleeps at the other end; not a patient one if it is not urgent. False if one sleeps on.
+    fn ring(&mut self, _urgent: bool) -> bool {
+        true
+    }
+
+    /// Says whether this end, when it sleeps, has to be woken by urgent things only.
+    fn be_patient(&mut self, _patient: bool) {}
 
     /// Fills `buffer` with what has arrived and says how much.
     fn receive(&mut self, buffer: &mut [u8]) -> io::Result<usize>;

@@ -24,6 +24,11 @@ const HEAD: usize = 512;
 /// How often a side gets ready to sleep before it looks whether the peer is gone although nobody rang.
 const LOOKS: u32 = 16;
 
+/// How a side sleeps.
+const AWAKE: u32 = 0;
+const EAGER: u32 = 1;
+const PATIENT: u32 = 2;
+
 #[repr(C, align(128))]
 struct Written {
     count: AtomicU64,
@@ -56,6 +61,7 @@ pub(crate) struct PipeLink {
     /// Rings of the peer that have been heard.
     heard: u32,
     looks: u32,
+    patient: bool,
 }
 
 impl PipeLink {
@@ -67,7 +73,7 @@ impl PipeLink {
         let (doorbell, theirs) = UnixStream::pair()?;
         doorbell.set_nonblocking(true)?;
         Ok((
-            Self { memory, doorbell, side: 0, ended: false, heard: 0, looks: 0 },
+            Self { memory, doorbell, side: 0, ended: false, heard: 0, looks: 0, patient: false },
             [fd, theirs.into()],
         ))
     }
@@ -77,7 +83,7 @@ impl PipeLink {
         let memory = Mapping::of_neighbour(&fd, Self::BYTES)?;
         let doorbell = UnixStream::from(doorbell);
         doorbell.set_nonblocking(true)?;
-        Ok(Self { memory, doorbell, side: 1, ended: false, heard: 0, looks: 0 })
+        Ok(Self { memory, doorbell, side: 1, ended: false, heard: 0, looks: 0, patient: false })
     }
 
     fn half(&self, index: usize) -> (&RingHead, *mut u8) {
@@ -106,12 +112,18 @@ impl PipeLink {
         }
     }
 
-    fn wake(&self, sleeps: &AtomicU32) {
+    /// Wakes a peer that sleeps; a patient one only if it is urgent. False if it sleeps on.
+    fn wake(&self, sleeps: &AtomicU32, urgent: bool) -> bool {
         fence(Ordering::SeqCst); // PIPE-2
-        if sleeps.load(Ordering::Relaxed) != 0 {
-            self.outgoing().0.written.rings.fetch_add(1, Ordering::Relaxed);
-            // A full socket buffer holds wake-ups enough.
-            let _ = (&self.doorbell).write(&[1]);
+        match sleeps.load(Ordering::Relaxed) {
+            AWAKE => true,
+            PATIENT if !urgent => false,
+            _ => {
+                self.outgoing().0.written.rings.fetch_add(1, Ordering::Relaxed);
+                // A full socket buffer holds wake-ups enough.
+                let _ = (&self.doorbell).write(&[1]);
+                true
+            }
         }
     }
 
@@ -144,18 +156,24 @@ impl Link for PipeLink {
     fn send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let sent = self.send_quietly(parts)?;
         if sent > 0 {
-            self.ring();
+            self.ring(true);
         }
         Ok(sent)
     }
 
-    fn ring(&mut self) {
-        self.wake(&self.outgoing().0.taken.sleeps);
+    fn ring(&mut self, urgent: bool) -> bool {
+        let head = self.outgoing().0;
+        // Nobody needs to be woken for what has been read.
+        Self::filled(head).is_ok_and(|left| left == 0) || self.wake(&head.taken.sleeps, urgent)
+    }
+
+    fn be_patient(&mut self, patient: bool) {
+        self.patient = patient;
     }
 
     fn send_quietly(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let (head, bytes) = self.outgoing();
-        head.written.sleeps.store(0, Ordering::Relaxed);
+        head.written.sleeps.store(AWAKE, Ordering::Relaxed);
         let mut free = RING - Self::filled(head)?;
         let start = head.written.count.load(Ordering::Relaxed);
         let mut position = start;
@@ -178,7 +196,7 @@ impl Link for PipeLink {
 
     fn receive(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let (head, bytes) = self.incoming();
-        head.taken.sleeps.store(0, Ordering::Relaxed);
+        head.taken.sleeps.store(AWAKE, Ordering::Relaxed);
         // Looked at before the counter: what was written before the close is read first (LINK-3).
         let closed = head.written.closed.load(Ordering::Acquire) != 0;
         let len = Self::filled(head)?.min(buffer.len());
@@ -192,7 +210,7 @@ impl Link for PipeLink {
             unsafe { std::ptr::copy_nonoverlapping(bytes.add(at), buffer[to..].as_mut_ptr(), len) };
         }
         head.taken.count.store(position + len as u64, Ordering::Release);
-        self.wake(&head.written.sleeps);
+        self.wake(&head.written.sleeps, true);
         Ok(len)
     }
 
@@ -203,8 +221,9 @@ impl Link for PipeLink {
     fn interest(&mut self, receive: bool, send: bool) -> Option<(BorrowedFd<'_>, PollFlags)> {
         self.drain();
         let (incoming, outgoing) = (self.incoming().0, self.outgoing().0);
-        incoming.taken.sleeps.store(u32::from(receive), Ordering::Relaxed);
-        outgoing.written.sleeps.store(u32::from(send), Ordering::Relaxed);
+        let receives = if self.patient { PATIENT } else { EAGER };
+        incoming.taken.sleeps.store(if receive { receives } else { AWAKE }, Ordering::Relaxed);
+        outgoing.written.sleeps.store(if send { EAGER } else { AWAKE }, Ordering::Relaxed);
         fence(Ordering::SeqCst); // PIPE-2
         let readable = || {
             Self::filled(incoming).map_or(true, |filled| filled > 0)
