@@ -16,8 +16,9 @@ use crate::{
     call::Kind,
     error::{Error, Result},
 };
-use rustc_hash::FxHashMap;
-use std::{any::Any, sync::Arc, time::Duration};
+use hashbrown::HashTable;
+use rustc_hash::{FxBuildHasher, FxHashMap};
+use std::{any::Any, hash::BuildHasher, sync::Arc, time::Duration};
 
 /// A tensor where it lies.
 #[derive(Clone, Copy, Debug)]
@@ -113,9 +114,11 @@ struct Flight {
     announced: bool,
 }
 
-#[repr(C)]
+/// What is looked at first lies side by side: with a thousand operations in a random order every line is a miss.
+#[repr(C, align(128))]
 pub(super) struct Entry {
     flight: Flight,
+    label: Label,
     pub name: Arc<str>,
     pub request: Request,
     /// The tensors, where there are none or several.
@@ -130,7 +133,33 @@ pub(super) struct Entry {
     once: bool,
 }
 
+/// A name that is not too long.
+struct Label {
+    length: u8,
+    bytes: [u8; Self::MOST],
+}
+
+impl Label {
+    const MOST: usize = 63;
+
+    fn new(name: &str) -> Self {
+        let mut label = Self { length: u8::MAX, bytes: [0; Self::MOST] };
+        if let Some(bytes) = label.bytes.get_mut(..name.len()) {
+            bytes.copy_from_slice(name.as_bytes());
+            label.length = name.len() as u8;
+        }
+        label
+    }
+}
+
 impl Entry {
+    fn is_called(&self, name: &str) -> bool {
+        match self.label.bytes.get(..usize::from(self.label.length)) {
+            Some(bytes) => bytes == name.as_bytes(),
+            None => *self.name == *name,
+        }
+    }
+
     pub fn is_once(&self) -> bool {
         self.once
     }
@@ -186,7 +215,8 @@ type Key = (u32, u64);
 
 #[derive(Default)]
 pub(super) struct Table {
-    names: FxHashMap<Arc<str>, u32>,
+    /// Entries by name.
+    names: HashTable<u32>,
     pub entries: Vec<Entry>,
     free: Vec<u32>,
     /// Entry of each number.
@@ -234,8 +264,8 @@ impl Table {
         clock: u64,
     ) -> (Result<Receipt>, Next) {
         let found = match submission.name {
-            Some(name) => match self.names.get(name) {
-                Some(entry) => Ok(*entry),
+            Some(name) => match self.entry_named(name) {
+                Some(entry) => Ok(entry),
                 None => self.add(name, submission, false),
             },
             None => {
@@ -344,6 +374,7 @@ impl Table {
         };
         let mut entry = Entry {
             flight,
+            label: Label::new(&name),
             name: Arc::clone(&name),
             request,
             pointers: Vec::new(),
@@ -367,7 +398,9 @@ impl Table {
                 self.entries.len() as u32 - 1
             }
         };
-        self.names.insert(name, index);
+        let entries = &self.entries;
+        let hash = |index: &u32| hash(entries[*index as usize].name.as_bytes());
+        self.names.insert_unique(hash(&index), index, hash);
         index
     }
 
@@ -422,8 +455,10 @@ impl Table {
         let entry = &self.entries[receipt.entry as usize];
         let over = entry.flight.done >= receipt.epoch && entry.flight.epoch == receipt.epoch;
         if over && entry.number.is_none() {
-            let name = Arc::clone(&entry.name);
-            if self.names.remove(&name).is_some() {
+            let known =
+                self.names.find_entry(hash(entry.name.as_bytes()), |index| *index == receipt.entry);
+            if let Ok(known) = known {
+                known.remove();
                 self.free.push(receipt.entry);
             }
         }
@@ -461,14 +496,15 @@ impl Table {
 
     /// The entry of an operation in a decision; a rank that has joined may not have heard of it.
     pub fn entry_of(&mut self, name: &str, request: &Request) -> u32 {
-        match self.names.get(name) {
-            Some(entry) => *entry,
+        match self.entry_named(name) {
+            Some(entry) => entry,
             None => self.insert(name, request.clone(), 0, false),
         }
     }
 
     pub fn entry_named(&self, name: &str) -> Option<u32> {
-        self.names.get(name).copied()
+        let is_it = |index: &u32| self.entries[*index as usize].is_called(name);
+        self.names.find(hash(name.as_bytes()), is_it).copied()
     }
 
     pub fn entry_numbered(&self, number: u32) -> Option<u32> {
@@ -690,6 +726,11 @@ impl Table {
             trace.push(Traced { phase, name, start, end, bytes, fused: 1 });
         }
     }
+}
+
+/// Of a name.
+fn hash(name: &[u8]) -> u64 {
+    FxBuildHasher.hash_one(name)
 }
 
 /// A word that differs when requests do, but for one case in 2⁶⁴.
