@@ -49,6 +49,24 @@ fn a_killed_rank_is_named_with_its_signal() {
     }
 }
 
+/// In a sub-group the number that users know is that in the whole group; the other sub-group has nothing to do with it.
+#[test]
+fn a_rank_killed_in_a_subgroup_is_named_by_its_outer_rank_and_missed_nowhere_else() {
+    let _case = Case::within(60);
+    for way in WAYS {
+        let plan = Plan::new(RANK, 6).with("split=2").with("len=1000").with(way);
+        let ranks = plan.start_and_meet();
+        ranks.iter().for_each(|rank| rank.round(8));
+        let event = ranks[3].signal(Signal::KILL);
+        let why = if way == "share=yes" { "killed by signal 9" } else { "was killed" };
+        all_fail(&ranks, &[0, 2, 3, 4], event, AT_ONCE, |_| lost(&ranks, 3, why));
+        for rank in [0, 2, 4].map(|rank| &ranks[rank]) {
+            rank.round(rank.rounds() + 100);
+            assert!(!rank.lines().iter().any(|line| line.starts_with("ERROR")));
+        }
+    }
+}
+
 #[test]
 fn a_rank_is_killed_in_the_middle_of_a_huge_call() {
     let _case = Case::within(60);
@@ -235,6 +253,11 @@ fn groups_come_and_go_and_leave_nothing_in_their_process() {
             let plan = if tls { plan.tls() } else { plan };
             plan.with("len=10000").start().iter().for_each(Rank::done);
         }
+        for tls in [false, true] {
+            let plan = Plan::new(RANK, 4).with("groups=20").with("rounds=2").with("split=2");
+            let plan = if tls { plan.tls() } else { plan };
+            plan.with(way).with("len=10000").start().iter().for_each(Rank::done);
+        }
     }
 }
 
@@ -326,6 +349,28 @@ fn a_rank_without_descriptors_names_itself() {
         assert!(ends[0].contains("rank 1") && ends[2].contains("rank 1"), "{ends:?}");
         assert!(ends[1].contains("open files") || ends[1].contains("descriptors"), "{ends:?}");
     }
+}
+
+/// A sub-group that one rank has no descriptors for ends the group that it is made from, on all ranks, with the reason.
+#[test]
+fn a_subgroup_that_cannot_be_made_says_why() {
+    let _case = Case::within(60);
+    let mut refused = 0;
+    for descriptors in 12..=22 {
+        let plan = Plan::new(RANK, 3).with("split=1").with("len=1000").with("rounds=5");
+        let plan = plan.with("who=1").with(format!("descriptors={descriptors}"));
+        let ranks = plan.start();
+        let codes: Vec<Option<i32>> = ranks.iter().map(|rank| rank.status().code()).collect();
+        if codes.iter().all(|code| *code == Some(0)) {
+            continue;
+        }
+        assert!(codes.iter().all(|code| *code == Some(7)), "{codes:?}");
+        let ends = ranks.iter().map(|rank| rank.end().message).collect::<Vec<_>>();
+        assert!(ends[0].contains("rank 1") && ends[2].contains("rank 1"), "{ends:?}");
+        assert!(ends[1].contains("open files") || ends[1].contains("descriptors"), "{ends:?}");
+        refused += usize::from(ends[0].contains("a sub-group could not be made"));
+    }
+    assert!(refused > 0);
 }
 
 #[test]

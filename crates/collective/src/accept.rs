@@ -46,8 +46,8 @@ pub(crate) fn for_me(hello: &Hello, me: usize, generation: u64) -> Result<(), St
 }
 
 /// Accepts until everyone in `expected` has come. `admit` judges a greeting and the certificate behind it.
-/// Whoever is refused is told why, and logged. Asks `go_on` now and
-/// then whether it still makes sense to wait.
+/// Whoever is refused is told why, and logged. Asks `go_on` now and then whether it still makes sense to wait. `name` is
+/// the number under which users know a rank.
 pub(crate) fn all(
     listener: &TcpListener,
     security: &Security,
@@ -55,6 +55,7 @@ pub(crate) fn all(
     deadline: Instant,
     go_on: impl Fn() -> Result<()>,
     admit: impl Fn(&Hello, &[u8]) -> Result<(), String> + Sync,
+    name: impl Fn(usize) -> usize,
 ) -> Result<Vec<Caller>> {
     let start = Instant::now();
     let system = |error| Error::system("the listener failed", error);
@@ -84,7 +85,8 @@ pub(crate) fn all(
                 break Ok(());
             }
             if Instant::now() > deadline {
-                let ranks: BTreeSet<usize> = missing().iter().map(|(rank, _)| *rank).collect();
+                let ranks: BTreeSet<usize> =
+                    missing().iter().map(|(rank, _)| name(*rank)).collect();
                 break Err(late(&ranks.into_iter().collect::<Vec<_>>(), deadline - start));
             }
             if let Err(error) = go_on() {

@@ -118,8 +118,9 @@ impl Arena {
 
     #[cold]
     fn disagree(&self, ticket: &Ticket<'_>) -> Error {
+        let names = ticket.health.names.iter().copied();
         let calls: Vec<(usize, String)> =
-            self.members.iter().map(|member| member.call(self.tick)).enumerate().collect();
+            names.zip(self.members.iter().map(|member| member.call(self.tick))).collect();
         ticket.fail(FailureKind::Mismatch, disagreement(&calls))
     }
 

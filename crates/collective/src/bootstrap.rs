@@ -173,10 +173,15 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         .enumerate()
         .map(|(rank, bytes)| Member::decode(bytes).ok_or(rank))
         .collect::<Result<_, _>>()
-        .map_err(|rank| Error::Bootstrap(format!("rank {rank} introduced itself with garbage")))?;
+        .map_err(|rank| {
+            let rank = rendezvous.name(rank);
+            Error::Bootstrap(format!("rank {rank} introduced itself with garbage"))
+        })?;
     let system = |error: rustix::io::Errno| Error::system("shared memory cannot be made", error);
     let (fd, segment) = Segment::create().map_err(system)?;
-    let party = Party { me, generation: rendezvous.generation(), members: &members, segment: fd };
+    let names = (0..size).map(|rank| rendezvous.name(rank)).collect();
+    let generation = rendezvous.generation();
+    let party = Party { me, generation, names, members: &members, segment: fd };
 
     // Higher ranks call lower ones. When all have told how their calls went, no more calls come.
     let closed = Bell::new().map_err(|error| Error::system("no bell", error))?;
@@ -333,6 +338,8 @@ pub(crate) fn admit(
 struct Party<'a> {
     me: usize,
     generation: u64,
+    /// As [`Rendezvous::name`].
+    names: Vec<usize>,
     members: &'a [Member],
     segment: OwnedFd,
 }
@@ -358,8 +365,9 @@ impl Party<'_> {
                 self.exchange_as_caller(rank)
                     .inspect_err(|error| {
                         tracing::warn!(
-                            "rank {} shares no memory with rank {rank} on the same host and uses TCP: {error}",
-                            self.me
+                            "rank {} shares no memory with rank {} on the same host and uses TCP: {error}",
+                            self.names[self.me],
+                            self.names[rank]
                         );
                     })
                     .ok()
@@ -499,7 +507,8 @@ fn open_connections(
     let Meeting { wishes, addresses, deadline, .. } = meeting;
     const PURPOSES: [Purpose; 2] = [Purpose::Data, Purpose::Control];
     if !far.is_empty() && matches!(wishes.security, Security::Plain) {
-        tracing::warn!("rank {} talks to other hosts in clear text, as configured", party.me);
+        let me = party.names[party.me];
+        tracing::warn!("rank {me} talks to other hosts in clear text, as configured");
     }
     let each = |rank: usize| PURPOSES.map(|purpose| (rank, purpose));
     let expected =
@@ -525,14 +534,17 @@ fn open_connections(
                 .map_err(|error| {
                 let host = &party.members[rank].host;
                 Error::system(
-                    format!("rank {} cannot reach rank {rank} on {host}", party.me),
+                    format!(
+                        "rank {} cannot reach rank {} on {host}",
+                        party.names[party.me], party.names[rank]
+                    ),
                     error,
                 )
             })?;
             if stream.certificate() != party.members[rank].certificate {
                 return Err(Error::Bootstrap(format!(
-                    "who answers at {} does not have the certificate of rank {rank}",
-                    addresses[rank]
+                    "who answers at {} does not have the certificate of rank {}",
+                    addresses[rank], party.names[rank]
                 )));
             }
             callers.push(Caller { rank, purpose, stream });
@@ -549,8 +561,15 @@ fn open_connections(
             true => Err(Error::Bootstrap("another rank could not be called".into())),
             false => meeting.rendezvous.check(),
         };
-        let accepted =
-            accept::all(&meeting.listener, wishes.security, expected, *deadline, go_on, admit);
+        let accepted = accept::all(
+            &meeting.listener,
+            wishes.security,
+            expected,
+            *deadline,
+            go_on,
+            admit,
+            |rank| party.names[rank],
+        );
         let called = calling.join().map_err(|_| Error::Bootstrap("a call panicked".into()));
         (called, accepted)
     });

@@ -32,10 +32,12 @@ pub enum Kind {
     Send = 10,
     /// One rank's elements come from another.
     Receive = 11,
+    /// Groups of some of the ranks are made.
+    Subgroup = 12,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 12] = [
+    pub(crate) const ALL: [Self; 13] = [
         Self::AllReduce,
         Self::AllGather,
         Self::AllGatherVaried,
@@ -48,6 +50,7 @@ impl Kind {
         Self::AllToAllVaried,
         Self::Send,
         Self::Receive,
+        Self::Subgroup,
     ];
 
     /// The name users write.
@@ -65,6 +68,7 @@ impl Kind {
             Self::AllToAllVaried => "all_to_all_varied",
             Self::Send => "send",
             Self::Receive => "receive",
+            Self::Subgroup => "subgroup",
         }
     }
 }
@@ -147,7 +151,7 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, dtype, count) = (self.kind.name(), self.dtype.name(), self.count);
         match self.kind {
-            Kind::Barrier => write!(f, "{name}()"),
+            Kind::Barrier | Kind::Subgroup => write!(f, "{name}()"),
             Kind::AllReduce | Kind::ReduceScatter => {
                 write!(f, "{name}({dtype} × {count}, {})", self.reduction)
             }

@@ -9,7 +9,7 @@ use crate::{
     bootstrap::{self, Connected, Wishes},
     bucket::{Bucket, BucketMemory, Buckets, Location, Place},
     call::{Call, Kind},
-    error::{Error, Failure, FailureKind, Result},
+    error::{Error, FailureKind, Result},
     fork,
     health::{Health, Ticket},
     kernel::{self, Steps},
@@ -17,7 +17,7 @@ use crate::{
     mesh::{Mesh, Peer},
     options::GroupOptions,
     pair::Pairs,
-    plan::{self, Algorithm, Plan, Thresholds, Topology},
+    plan::{self, Algorithm, Plan, Topology},
     rendezvous::Rendezvous,
     shm::{
         handover::{Channel, single},
@@ -69,18 +69,20 @@ pub struct Gathered<T> {
 /// ```
 #[derive(Clone)]
 pub struct Group {
-    inner: Arc<Inner>,
-    limit: Option<Duration>,
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) limit: Option<Duration>,
 }
 
-struct Inner {
-    health: Arc<Health>,
+pub(crate) struct Inner {
+    pub health: Arc<Health>,
     topology: Topology,
-    thresholds: Thresholds,
     /// What the group was made with, for what is made of it later.
-    options: GroupOptions,
-    address: Option<IpAddr>,
+    pub options: GroupOptions,
+    /// The ranks in the numbering of the group that this one was made from.
+    members: Vec<usize>,
     forks: u32,
+    /// Held while sub-groups are made: their rounds do not mix.
+    pub making: Mutex<()>,
     /// Says goodbye before the connections close: fields are dropped in this order.
     watch: Option<Watch>,
     /// None where there is one rank.
@@ -125,6 +127,17 @@ impl Drop for Inner {
 impl Group {
     /// Meets the other ranks and connects to those that the algorithms need.
     pub fn connect(rendezvous: &dyn Rendezvous, options: GroupOptions) -> Result<Self> {
+        Self::assemble(rendezvous, options, (0..rendezvous.size()).collect())
+    }
+
+    /// The same with the ranks' numbers in the group that this one is made from.
+    pub(crate) fn assemble(
+        rendezvous: &dyn Rendezvous,
+        mut options: GroupOptions,
+        members: Vec<usize>,
+    ) -> Result<Self> {
+        options.address = options.address.or_else(|| rendezvous.address());
+        let (limit, start_limit) = (options.limit, options.start_limit);
         let wishes = Wishes {
             security: &options.security,
             host: options.host.clone(),
@@ -154,7 +167,8 @@ impl Group {
             Way::Linked(Mesh::new(rank, peers))
         };
         let failed = |error: io::Error| Error::system("the watch thread cannot start", error);
-        let health = Health::new(rank, hosts, rendezvous.generation(), neighbours)
+        let names = (0..size).map(|rank| rendezvous.name(rank)).collect();
+        let health = Health::new(rank, names, hosts, rendezvous.generation(), neighbours)
             .map_err(|error| failed(error.into()))?;
         let health = Arc::new(health);
         let watch = match size {
@@ -167,15 +181,14 @@ impl Group {
         let inner = Inner {
             health,
             topology: Topology { ranks: size, shared, cores },
-            thresholds: options.thresholds,
-            address: rendezvous.address(),
+            members,
             forks: fork::forks(),
+            making: Mutex::default(),
             watch,
             pairs: Some(Pairs::new(directory)).filter(|_| size > 1),
             parts: Mutex::new(Parts { way, buckets: Buckets::default(), channels }),
             options,
         };
-        let (limit, start_limit) = (inner.options.limit, inner.options.start_limit);
         let group = Self { inner: Arc::new(inner), limit };
         // Nobody returns before everybody watches: from here on a death has a name.
         group.within(start_limit).barrier()?;
@@ -190,6 +203,16 @@ impl Group {
     /// How many ranks there are.
     pub fn size(&self) -> usize {
         self.inner.topology.ranks
+    }
+
+    /// This group's ranks in the numbering of the group that it was made from; all of them, if from none.
+    pub fn parent_ranks(&self) -> &[usize] {
+        &self.inner.members
+    }
+
+    /// This group's ranks in the numbering of the outermost group, which errors and logs use.
+    pub fn outer_ranks(&self) -> &[usize] {
+        &self.inner.health.names
     }
 
     /// Attempt number of the gang.
@@ -215,18 +238,12 @@ impl Group {
 
     /// How a call of `bytes` per rank would be carried out, and why.
     pub fn explain(&self, kind: Kind, bytes: usize, registered: bool) -> Plan {
-        plan::choose(kind, bytes, registered, &self.inner.topology, &self.inner.thresholds)
+        plan::choose(kind, bytes, registered, &self.inner.topology, &self.inner.options.thresholds)
     }
 
     /// Ends the group on all ranks: their pending and next calls fail with `reason`.
     pub fn abort(&self, reason: &str) {
-        let (rank, host) = (self.rank(), self.host(self.rank()).to_owned());
-        self.inner.health.fail(Failure {
-            kind: FailureKind::Aborted,
-            rank,
-            host,
-            cause: reason.into(),
-        });
+        self.inner.health.fail(self.inner.health.own(FailureKind::Aborted, reason.into()));
     }
 
     /// Replaces every rank's elements with the combination of all ranks'. All ranks get the same bits.
@@ -342,9 +359,13 @@ impl Group {
 
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<()> {
-        let call = Call::new(Kind::Barrier, DType::U8, 0);
-        let mut parts = self.enter(&call)?;
-        let mut ticket = self.ticket(&call);
+        self.meet(&Call::new(Kind::Barrier, DType::U8, 0))
+    }
+
+    /// Returns when every rank has made the same call, which moves no elements.
+    pub(crate) fn meet(&self, call: &Call) -> Result<()> {
+        let mut parts = self.enter(call)?;
+        let mut ticket = self.ticket(call);
         match &mut parts.way {
             Way::Alone => Ok(()),
             Way::Shared(arena) => arena.barrier(&mut ticket),
@@ -558,7 +579,11 @@ impl Rendezvous for Among<'_> {
     }
 
     fn address(&self) -> Option<IpAddr> {
-        self.0.inner.address
+        self.0.inner.options.address
+    }
+
+    fn name(&self, rank: usize) -> usize {
+        self.0.inner.health.name(rank)
     }
 }
 

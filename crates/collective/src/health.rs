@@ -33,6 +33,9 @@ pub(crate) type Neighbours = Vec<Option<Arc<Segment>>>;
 
 pub(crate) struct Health {
     pub rank: usize,
+    /// The number under which users know each rank: of a sub-group, that in the outermost group. Whatever is shown
+    /// uses it, and so does [`Failure::rank`].
+    pub names: Vec<usize>,
     pub hosts: Vec<String>,
     pub generation: u64,
     pub neighbours: Neighbours,
@@ -46,13 +49,23 @@ pub(crate) struct Health {
 impl Health {
     pub fn new(
         rank: usize,
+        names: Vec<usize>,
         hosts: Vec<String>,
         generation: u64,
         neighbours: Neighbours,
     ) -> rustix::io::Result<Self> {
         let alarm = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let left = hosts.iter().map(|_| AtomicBool::new(false)).collect();
-        Ok(Self { rank, hosts, generation, neighbours, left, failure: OnceLock::new(), alarm })
+        Ok(Self {
+            rank,
+            names,
+            hosts,
+            generation,
+            neighbours,
+            left,
+            failure: OnceLock::new(),
+            alarm,
+        })
     }
 
     /// Ends the group, unless it has ended before.
@@ -78,15 +91,31 @@ impl Health {
         if self.failure.get().is_none() {
             let by = self.neighbours[self.rank].as_ref()?.board().poison()?;
             let cause = self.neighbours.get(by).and_then(Option::as_ref).and_then(|s| s.cause());
-            self.fail(cause.unwrap_or_else(|| {
-                Failure::lost(by, self.host(by), "it ended the group without saying why")
-            }));
+            self.fail(
+                cause.unwrap_or_else(|| self.lost(by, "it ended the group without saying why")),
+            );
         }
         self.failure.get()
     }
 
     pub fn host(&self, rank: usize) -> &str {
         self.hosts.get(rank).map_or("an unknown host", String::as_str)
+    }
+
+    /// The number under which users know a rank.
+    pub fn name(&self, rank: usize) -> usize {
+        self.names.get(rank).copied().unwrap_or(rank)
+    }
+
+    /// The failure of a rank that can no longer take part.
+    pub fn lost(&self, rank: usize, cause: impl Into<String>) -> Failure {
+        Failure::lost(self.name(rank), self.host(rank), cause)
+    }
+
+    /// A failure that this rank found or wanted.
+    pub fn own(&self, kind: FailureKind, cause: String) -> Failure {
+        let host = self.host(self.rank).to_owned();
+        Failure { kind, rank: self.name(self.rank), host, cause }
     }
 
     /// The error of a call that cannot go on.
@@ -111,11 +140,7 @@ impl Health {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
-        self.fail(Failure::lost(
-            rank,
-            self.host(rank),
-            format!("the connection to it broke: {error}"),
-        ));
+        self.fail(self.lost(rank, format!("the connection to it broke: {error}")));
         self.error(operation)
     }
 
@@ -123,7 +148,7 @@ impl Health {
     fn missed(&self, rank: usize, operation: &dyn Display) -> Error {
         let cause =
             "it left the group before this call (its function returned, or it dropped the group)";
-        self.fail(Failure::lost(rank, self.host(rank), cause));
+        self.fail(self.lost(rank, cause));
         self.error(operation)
     }
 
@@ -158,7 +183,7 @@ impl<'a> Ticket<'a> {
         if let Some(limit) = self.limit.filter(|limit| waited > *limit) {
             let cause = format!(
                 "rank {} on {} waited {} in {} for {}; see what it is doing there, or give the call a longer limit",
-                self.health.rank,
+                self.health.name(self.health.rank),
                 self.health.host(self.health.rank),
                 seconds(limit),
                 self.call,
@@ -170,7 +195,7 @@ impl<'a> Ticket<'a> {
             self.next_report += STALL;
             tracing::warn!(
                 "rank {} has waited {} in {} for {}",
-                self.health.rank,
+                self.health.name(self.health.rank),
                 seconds(waited),
                 self.call,
                 self.names(&ranks())
@@ -192,14 +217,13 @@ impl<'a> Ticket<'a> {
 
     /// Ends the group because of something that this rank found.
     pub fn fail(&self, kind: FailureKind, cause: String) -> Error {
-        let (rank, host) = (self.health.rank, self.health.host(self.health.rank).to_owned());
-        self.health.fail(Failure { kind, rank, host, cause });
+        self.health.fail(self.health.own(kind, cause));
         self.health.error(self.call)
     }
 
     /// Ends the group because `rank` can no longer take part.
     pub fn lost(&self, rank: usize, cause: impl Into<String>) -> Error {
-        self.health.fail(Failure::lost(rank, self.health.host(rank), cause));
+        self.health.fail(self.health.lost(rank, cause));
         self.health.error(self.call)
     }
 
@@ -210,7 +234,7 @@ impl<'a> Ticket<'a> {
     fn names(&self, ranks: &[usize]) -> String {
         let names: Vec<String> = ranks
             .iter()
-            .map(|rank| format!("rank {rank} on {}", self.health.host(*rank)))
+            .map(|rank| format!("rank {} on {}", self.health.name(*rank), self.health.host(*rank)))
             .collect();
         names.join(", ")
     }

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `group`, `options` | the calls that users make, and how a group is made |
 //! | `engine` | named operations in any order, fused and overlapped |
+//! | `subgroup` | groups of some of a group's ranks, made while it runs |
 //! | `plan` | which algorithm a call uses, and why |
 //! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
 //! | `mesh`, `link` | collectives over streams of bytes, and the streams |
@@ -45,6 +46,7 @@ mod rendezvous;
 mod security;
 mod shares;
 mod shm;
+mod subgroup;
 mod watch;
 
 pub use bucket::Bucket;

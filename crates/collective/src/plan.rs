@@ -145,7 +145,9 @@ pub fn choose(
             Algorithm::TwoShot,
             "large: each rank reduces one slice, so that nothing is read twice",
         ),
-        (false, Kind::AllReduce | Kind::Barrier | Kind::Bucket) if bytes <= thresholds.doubling => {
+        (false, Kind::AllReduce | Kind::Barrier | Kind::Bucket | Kind::Subgroup)
+            if bytes <= thresholds.doubling =>
+        {
             (Algorithm::RecursiveDoubling, "small: the fewest messages")
         }
         (false, Kind::Broadcast) if bytes <= thresholds.tree => {

@@ -52,6 +52,11 @@ pub trait Rendezvous {
     fn address(&self) -> Option<IpAddr> {
         None
     }
+
+    /// The number under which users know `rank`, for messages: a rank of a sub-group has that of the outermost group.
+    fn name(&self, rank: usize) -> usize {
+        rank
+    }
 }
 
 /// Among threads of one process.
@@ -210,7 +215,15 @@ impl TcpRendezvous {
             })?;
             let expected = (1..size).map(|rank| (rank, Purpose::Rendezvous)).collect();
             let admit = |hello: &Hello, _: &[u8]| accept::for_me(hello, 0, generation);
-            let callers = accept::all(&listener, security, expected, deadline, || Ok(()), admit)?;
+            let callers = accept::all(
+                &listener,
+                security,
+                expected,
+                deadline,
+                || Ok(()),
+                admit,
+                |rank| rank,
+            )?;
             callers.into_iter().map(|Caller { rank, stream, .. }| (rank, stream)).collect()
         } else {
             let (purpose, token) = (Purpose::Rendezvous, [0; 16]);

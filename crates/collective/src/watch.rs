@@ -3,13 +3,7 @@
 //! It never touches a tensor and never waits for one, so it speaks for the rank however long a call takes. A
 //! neighbour's exit is seen at its pidfd at once; a stop or a cut cable by the missing heartbeat.
 
-use crate::{
-    error::{Failure, seconds},
-    frame::Control,
-    health::Health,
-    link::Link,
-    process::Process,
-};
+use crate::{error::seconds, frame::Control, health::Health, link::Link, process::Process};
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, eventfd, poll},
     fd::OwnedFd,
@@ -223,7 +217,7 @@ impl Watcher {
                 } else {
                     format!("the connection to it broke: {error}")
                 };
-                health.fail(Failure::lost(rank, health.host(rank), cause));
+                health.fail(health.lost(rank, cause));
             }
         }
     }
@@ -240,7 +234,7 @@ impl Watcher {
             let mut fd = [PollFd::new(process, PollFlags::IN)];
             if poll(&mut fd, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
                 if !segment.has_left() {
-                    health.fail(Failure::lost(near.rank, health.host(near.rank), process.ending()));
+                    health.fail(health.lost(near.rank, process.ending()));
                 }
                 near.process = None;
             }
@@ -258,7 +252,7 @@ impl Watcher {
                     "no sign of life for {}: its process is stopped, or its host cannot be reached",
                     seconds(silence)
                 );
-                self.health.fail(Failure::lost(rank, self.health.host(rank), cause));
+                self.health.fail(self.health.lost(rank, cause));
             }
         }
     }

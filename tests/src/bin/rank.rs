@@ -8,6 +8,7 @@
 //! | `host`, `share=no`, `tls=DIR`, `plain` | options of the group |
 //! | `mode`, `who`, `for` | what rank `who` does after its third round, and for how many milliseconds |
 //! | `groups` | how many groups to make, one after the other |
+//! | `split=K` | use a sub-group of every K-th rank instead, and drop the group that it was made from |
 //! | `len`, `rounds`, `limit` | elements of the tensor, rounds before it ends (0: never), milliseconds a call may wait |
 //! | `bucket`, `fork`, `cores=N` | use registered memory, have a child that sleeps, run on the first N cores |
 //! | `patience` | milliseconds for the ranks to meet |
@@ -181,7 +182,13 @@ impl Rank {
 
     /// One group from its making to its end.
     fn one_group(&self, generation: u64) -> Result<()> {
-        let group = self.connect(generation)?;
+        let mut group = self.connect(generation)?;
+        if let Some(groups) =
+            self.options.get("split").and_then(|groups| groups.parse::<u32>().ok())
+        {
+            let part = group.split(Some(self.rank as u32 % groups.max(1)))?;
+            group = part.unwrap_or(group);
+        }
         let memory = group.shares_memory();
         self.say(&format!("READY shares_memory={memory} pid={}", std::process::id()));
         if self.options.contains_key("fork") {

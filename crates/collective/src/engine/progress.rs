@@ -21,7 +21,7 @@ use crate::{
     bucket::Location,
     call::Kind,
     dtype::with_element,
-    error::{Error, Failure, FailureKind, Result, seconds},
+    error::{Error, FailureKind, Result, seconds},
     link::Link,
 };
 use rustix::{
@@ -425,8 +425,7 @@ impl Progress {
             "after {}: {text}; see what these ranks are doing, or give a longer limit",
             seconds(limit)
         );
-        let (rank, host) = (self.rank(), self.group.host(self.rank()).to_owned());
-        shared.health.fail(Failure { kind: FailureKind::TimedOut, rank, host, cause });
+        shared.health.fail(shared.health.own(FailureKind::TimedOut, cause));
         shared.health.error(&"the engine")
     }
 

@@ -318,7 +318,8 @@ mod tests {
                 .enumerate()
                 .map(|(rank, peers)| {
                     let nobody = (0..ranks).map(|_| None).collect();
-                    let health = Health::new(rank, hosts.clone(), 0, nobody).unwrap();
+                    let health =
+                        Health::new(rank, (0..ranks).collect(), hosts.clone(), 0, nobody).unwrap();
                     let rank = Rank { mesh: Mesh::new(rank, peers), health };
                     let body = &body;
                     scope.spawn(move || body(rank))

@@ -298,12 +298,10 @@ impl Mesh {
 /// The error for a header that does not belong where it arrived.
 #[cold]
 fn unexpected(ticket: &Ticket<'_>, peer: usize, got: &Header, expected: &Header) -> Error {
+    let (me, peer) = (ticket.health.name(ticket.health.rank), ticket.health.name(peer));
     let cause = if got.generation != expected.generation {
         let (theirs, ours) = (got.generation, expected.generation);
-        format!(
-            "rank {peer} is of generation {theirs}, rank {} of generation {ours}",
-            ticket.health.rank
-        )
+        format!("rank {peer} is of generation {theirs}, rank {me} of generation {ours}")
     } else if got.number != expected.number || got.call != expected.call {
         let name = |header: &Header| {
             if got.number == expected.number {
@@ -312,7 +310,7 @@ fn unexpected(ticket: &Ticket<'_>, peer: usize, got: &Header, expected: &Header)
                 format!("{} as call number {}", header.call, header.number)
             }
         };
-        disagreement(&[(ticket.health.rank, name(expected)), (peer, name(got))])
+        disagreement(&[(me, name(expected)), (peer, name(got))])
     } else {
         format!(
             "rank {peer} carries out {} in another way (message {} of {} bytes instead of {} of {}): give all \

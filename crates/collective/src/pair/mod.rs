@@ -335,6 +335,7 @@ fn unexpected(ticket: &Ticket<'_>, from: usize, got: &Header, expected: &Header)
         );
         return ticket.lost(from, cause);
     }
-    let calls = [(from, got.call.to_string()), (me, ticket.call.to_string())];
+    let name = |rank| ticket.health.name(rank);
+    let calls = [(name(from), got.call.to_string()), (name(me), ticket.call.to_string())];
     ticket.fail(FailureKind::Mismatch, disagreement(&calls))
 }
