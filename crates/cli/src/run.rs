@@ -223,6 +223,12 @@ fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> Result<Job, 
     if !here.unbuffered && !environment.iter().any(|(name, _)| name == "PYTHONUNBUFFERED") {
         environment.push(("PYTHONUNBUFFERED".into(), "1".into()));
     }
+    // Said to all, since ranks that tune and ranks that do not cannot work together.
+    if let Some(tuning) = settings.text("tuning")
+        && !environment.iter().any(|(name, _)| name == "DEUTERON_TUNING")
+    {
+        environment.push(("DEUTERON_TUNING".into(), tuning.into()));
+    }
     if hosts.iter().all(Host::is_here) {
         let path = environment.iter().find(|(name, _)| name == "PATH");
         find(&command, path.map_or(here.path.as_os_str(), |(_, path)| OsStr::new(path)))?;
@@ -486,6 +492,8 @@ mod tests {
             "key",
             "--ssh-option",
             "ProxyJump=a,b",
+            "--tuning",
+            "off",
             "true",
         ])
         .unwrap();
@@ -498,7 +506,7 @@ mod tests {
         assert_eq!((job.start_limit.as_secs(), job.grace.as_secs()), (120, 1));
         let environment: Vec<String> =
             job.environment.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        assert_eq!(environment, ["A=1", "B=x,y", "PYTHONUNBUFFERED=1"]);
+        assert_eq!(environment, ["A=1", "B=x,y", "PYTHONUNBUFFERED=1", "DEUTERON_TUNING=off"]);
         assert_eq!(job.interface.as_deref(), Some("eth0"));
         assert_eq!(job.ssh.options, ["-o", "ProxyJump=a,b"]);
         assert_eq!(job.agent, ["/bin/deuteron", "agent"]);

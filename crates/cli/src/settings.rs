@@ -25,6 +25,8 @@ pub(crate) enum Kind {
     Bytes,
     Path,
     Text,
+    /// One of these words.
+    Choice(&'static [&'static str]),
     /// On or off.
     Flag,
     /// Texts between commas; the flag may be repeated.
@@ -79,6 +81,7 @@ const ACCELERATORS: &str = "Accelerators";
 const FAILURE: &str = "Failure";
 const OUTPUT: &str = "Output";
 const NETWORK: &str = "Network";
+const SPEED: &str = "Speed";
 const FILE: &str = "Settings";
 
 /// All settings, in the order of the help.
@@ -302,6 +305,17 @@ pub(crate) static SETTINGS: &[Setting] = &[
         ..PLAIN
     },
     Setting {
+        name: "tuning",
+        flag: "tuning",
+        kind: Kind::Choice(&["auto", "off", "measure"]),
+        value: "WORD",
+        default: Some("auto"),
+        group: SPEED,
+        help: "Where tasks' groups take their thresholds from: measured on this kind of machine once and kept in \
+               ~/.cache/deuteron (auto), the same everywhere (off), or measured at each start (measure).",
+        ..PLAIN
+    },
+    Setting {
         name: "config",
         flag: "config",
         kind: Kind::Path,
@@ -336,7 +350,10 @@ static LEFT_OUT: &[(&[&str], &str)] = &[
         &["--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"],
         "what a task needs is set with --env",
     ),
-    (&["--disable-cache", "-cb", "--check-build"], "nothing is cached; see `deuteron doctor`"),
+    (
+        &["--disable-cache", "-cb", "--check-build"],
+        "there is no cache of responses; see `deuteron doctor`",
+    ),
     (
         &["--host-discovery-script", "--min-np", "--min-num-proc", "--max-np", "--max-num-proc"],
         "a gang has one size; a gang that fails starts again with --restarts",
@@ -773,7 +790,10 @@ fn parse(kind: Kind, texts: &[OsString]) -> Result<Value, String> {
         Kind::Duration => Value::Duration(values::duration(last)?),
         Kind::Bytes => Value::Bytes(values::bytes(last)?),
         Kind::Text if last.trim().is_empty() => return Err("the value is empty".into()),
-        Kind::Path | Kind::Text => Value::Text(last.into()),
+        Kind::Choice(words) if !words.contains(&last) => {
+            return Err(format!("it is one of {}", words.join(", ")));
+        }
+        Kind::Path | Kind::Text | Kind::Choice(_) => Value::Text(last.into()),
         Kind::Flag => Value::Flag(match last.to_ascii_lowercase().as_str() {
             "1" | "true" | "yes" | "on" => true,
             "0" | "false" | "no" | "off" => false,
@@ -852,6 +872,7 @@ pub(crate) fn page() -> String {
          | size | bytes, or `80GB` (10⁹), `16GiB` (2³⁰) |\n\
          | switch | the flag alone; `--no-timestamps`, `DEUTERON_TIMESTAMPS=0` and `timestamps = false` turn it off |\n\
          | list | `a:2,b:2`; in the file also `[\"a:2\", \"b:2\"]` |\n\
+         | word | one of those that the text names |\n\
          | path | relative to the current folder; in the file, relative to the file |\n\n\
          ```toml\n\
          # train.toml, for `deuteron run --config train.toml -- python train.py`\n\
@@ -898,6 +919,7 @@ fn row(setting: &Setting) -> String {
         Kind::Bytes => "size",
         Kind::Path => "path",
         Kind::Text => "text",
+        Kind::Choice(_) => "word",
         Kind::Flag => "switch",
         Kind::List => "list",
         Kind::Texts => "texts",
@@ -1050,6 +1072,12 @@ mod tests {
             ),
             (vec!["--config", "/nowhere.toml"], vec![], 78, "cannot read /nowhere.toml".to_owned()),
             (vec!["--config", "a.yaml"], vec![], 78, "in a.yaml: this is a YAML file".to_owned()),
+            (
+                vec!["--tuning", "fast"],
+                vec![],
+                64,
+                "--tuning fast: it is one of auto, off, measure".to_owned(),
+            ),
             (vec!["--env", "A"], vec![], 64, "--env A: \"A\" is not NAME=VALUE".to_owned()),
             (
                 vec!["--hosts", "a", "--hostfile", "f"],

@@ -17,12 +17,13 @@ use crate::{
     mesh::{Mesh, Peer},
     options::GroupOptions,
     pair::Pairs,
-    plan::{self, Algorithm, Plan, Topology},
+    plan::{self, Algorithm, Plan, Thresholds, Topology},
     rendezvous::Rendezvous,
     shm::{
         handover::{Channel, single},
         mapping::Mapping,
     },
+    tune::{self, Tuned},
     watch::Watch,
 };
 use rustix::fd::AsFd;
@@ -30,7 +31,7 @@ use std::{
     fmt, io,
     net::IpAddr,
     ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -71,11 +72,12 @@ pub struct Gathered<T> {
 pub struct Group {
     pub(crate) inner: Arc<Inner>,
     pub(crate) limit: Option<Duration>,
+    pub(crate) thresholds: Thresholds,
 }
 
 pub(crate) struct Inner {
     pub health: Arc<Health>,
-    topology: Topology,
+    pub topology: Topology,
     /// What the group was made with, for what is made of it later.
     pub options: GroupOptions,
     /// The ranks in the numbering of the group that this one was made from.
@@ -83,6 +85,7 @@ pub(crate) struct Inner {
     forks: u32,
     /// Held while sub-groups are made: their rounds do not mix.
     pub making: Mutex<()>,
+    tuned: OnceLock<Tuned>,
     /// Says goodbye before the connections close: fields are dropped in this order.
     watch: Option<Watch>,
     /// None where there is one rank.
@@ -138,6 +141,7 @@ impl Group {
     ) -> Result<Self> {
         options.address = options.address.or_else(|| rendezvous.address());
         let (limit, start_limit) = (options.limit, options.start_limit);
+        let (thresholds, tuning) = (options.thresholds, options.tuning.clone().unwrap_or_default());
         let wishes = Wishes {
             security: &options.security,
             host: options.host.clone(),
@@ -184,15 +188,20 @@ impl Group {
             members,
             forks: fork::forks(),
             making: Mutex::default(),
+            tuned: OnceLock::new(),
             watch,
             pairs: Some(Pairs::new(directory)).filter(|_| size > 1),
             parts: Mutex::new(Parts { way, buckets: Buckets::default(), channels }),
             options,
         };
-        let group = Self { inner: Arc::new(inner), limit };
+        let group = Self { inner: Arc::new(inner), limit, thresholds };
         // Nobody returns before everybody watches: from here on a death has a name.
         group.within(start_limit).barrier()?;
-        Ok(group)
+        let Some(tuned) = tune::tune(&group.within(start_limit), &tuning)? else {
+            return Ok(group);
+        };
+        let tuned = group.inner.tuned.get_or_init(|| tuned);
+        Ok(group.with_thresholds(tuned.thresholds))
     }
 
     /// This rank.
@@ -233,12 +242,32 @@ impl Group {
     /// The same group with another limit for the calls made through it.
     #[must_use]
     pub fn within(&self, limit: Duration) -> Self {
-        Self { inner: Arc::clone(&self.inner), limit: Some(limit) }
+        Self { limit: Some(limit), ..self.clone() }
+    }
+
+    /// The same group, carrying calls out in another way; the same on every rank.
+    pub(crate) fn with_thresholds(&self, thresholds: Thresholds) -> Self {
+        Self { thresholds, ..self.clone() }
+    }
+
+    /// Where one algorithm gives way to the next.
+    pub fn thresholds(&self) -> &Thresholds {
+        &self.thresholds
+    }
+
+    /// What was measured of this machine and what followed, if the group was [tuned](GroupOptions::tuning).
+    pub fn tuned(&self) -> Option<&Tuned> {
+        self.inner.tuned.get()
+    }
+
+    /// Ranks, cores, and whether memory is shared.
+    pub fn topology(&self) -> &Topology {
+        &self.inner.topology
     }
 
     /// How a call of `bytes` per rank would be carried out, and why.
     pub fn explain(&self, kind: Kind, bytes: usize, registered: bool) -> Plan {
-        plan::choose(kind, bytes, registered, &self.inner.topology, &self.inner.options.thresholds)
+        plan::choose(kind, bytes, registered, &self.inner.topology, &self.thresholds)
     }
 
     /// Ends the group on all ranks: their pending and next calls fail with `reason`.

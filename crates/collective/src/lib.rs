@@ -10,6 +10,7 @@
 //! | `engine` | named operations in any order, fused and overlapped |
 //! | `subgroup` | groups of some of a group's ranks, made while it runs |
 //! | `plan` | which algorithm a call uses, and why |
+//! | `tune` | thresholds for the machine at hand, and why |
 //! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
 //! | `mesh`, `link` | collectives over streams of bytes, and the streams |
 //! | `pair` | links between two ranks, made when they are first needed |
@@ -47,6 +48,7 @@ mod security;
 mod shares;
 mod shm;
 mod subgroup;
+pub mod tune;
 mod watch;
 
 pub use bucket::Bucket;
@@ -62,4 +64,5 @@ pub use plan::Kind;
 pub use reduction::{ReduceOp, Reduction};
 pub use rendezvous::{LocalRendezvous, MAX_MESSAGE, Rendezvous, TcpRendezvous};
 pub use security::{Identity, SERVER_NAME, Security};
+pub use tune::Tuning;
 pub use watch::Heartbeat;

@@ -1,6 +1,6 @@
 //! What a caller chooses when a group is made.
 
-use crate::{plan::Thresholds, security::Security, watch::Heartbeat};
+use crate::{plan::Thresholds, security::Security, tune::Tuning, watch::Heartbeat};
 use std::{net::IpAddr, time::Duration};
 
 /// How a group is made.
@@ -21,6 +21,7 @@ pub struct GroupOptions {
     pub(crate) start_limit: Duration,
     pub(crate) heartbeat: Heartbeat,
     pub(crate) thresholds: Thresholds,
+    pub(crate) tuning: Option<Tuning>,
 }
 
 impl Default for GroupOptions {
@@ -34,6 +35,7 @@ impl Default for GroupOptions {
             start_limit: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
             thresholds: Thresholds::default(),
+            tuning: None,
         }
     }
 }
@@ -74,8 +76,19 @@ impl GroupOptions {
         Self { heartbeat, ..self }
     }
 
-    /// Where one algorithm gives way to the next; the same on every rank.
+    /// Where one algorithm gives way to the next; the same on every rank. Turns tuning off.
     pub fn thresholds(self, thresholds: Thresholds) -> Self {
-        Self { thresholds, ..self }
+        Self { thresholds, tuning: Some(Tuning::Off), ..self }
+    }
+
+    /// Whether thresholds are measured on this machine; the same on every rank. Off by default, so that how a call is
+    /// carried out depends on the call and the topology only.
+    pub fn tuning(self, tuning: Tuning) -> Self {
+        Self { tuning: Some(tuning), ..self }
+    }
+
+    /// The same, unless tuning or thresholds have been chosen already.
+    pub fn tuning_unless_chosen(self, tuning: Tuning) -> Self {
+        Self { tuning: self.tuning.or(Some(tuning)), ..self }
     }
 }

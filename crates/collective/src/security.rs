@@ -149,6 +149,15 @@ impl Security {
         Ok(Authenticated::Tls(Box::new(connection.into()), stream))
     }
 
+    /// The word for it.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Local => "local TCP",
+            Self::Plain => "TCP",
+            Self::Tls(_) => "TLS",
+        }
+    }
+
     /// This member's certificate, for the roster; empty without TLS.
     pub(crate) fn certificate(&self) -> &[u8] {
         match self {

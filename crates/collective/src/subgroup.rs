@@ -160,7 +160,8 @@ struct Rounds<'a> {
 impl Rounds<'_> {
     fn assemble(&self) -> Result<Group> {
         let parent = &self.parent.inner;
-        let options = GroupOptions { limit: self.parent.limit, ..parent.options.clone() };
+        let Group { limit, thresholds, .. } = *self.parent;
+        let options = GroupOptions { limit, thresholds, tuning: None, ..parent.options.clone() };
         Group::assemble(self, options, self.members.to_vec()).map_err(|error| {
             self.abandon(&error.to_string());
             let mine = parent.health.name(parent.health.rank);

@@ -6,7 +6,7 @@ use crate::{
     protocol::{FromTask, Gathered, PIECE, ToTask, encode},
 };
 use deuteron_collective::{
-    Group, GroupOptions, LocalRendezvous, MAX_MESSAGE, Rendezvous, Security,
+    Group, GroupOptions, LocalRendezvous, MAX_MESSAGE, Rendezvous, Security, Tuning,
     frame::{Answer, Hello, Purpose},
 };
 use std::{
@@ -123,7 +123,12 @@ impl Task {
 
     /// Connects all tasks for collective operations. Every task calls it the same number of times; between hosts the
     /// connections are encrypted with the job's own certificates, whatever `options` say.
-    pub fn group(&self, mut options: GroupOptions) -> Result<Group> {
+    ///
+    /// Unless `options` choose thresholds or tuning, the group is tuned as `DEUTERON_TUNING` (`deuteron run --tuning`)
+    /// says: by default with what was measured on this kind of machine before, or is now.
+    pub fn group(&self, options: GroupOptions) -> Result<Group> {
+        let tuning = tuning(std::env::var("DEUTERON_TUNING").ok().as_deref())?;
+        let mut options = options.tuning_unless_chosen(tuning);
         match &self.link {
             Link::Threads(local) => Ok(Group::connect(local, options)?),
             Link::Agent { agent, credentials } => {
@@ -157,6 +162,18 @@ impl Task {
         };
         agent.send(&FromTask::Failed(traceback.to_owned()))?;
         agent.taken()
+    }
+}
+
+/// What `DEUTERON_TUNING` asks for.
+fn tuning(word: Option<&str>) -> Result<Tuning> {
+    match word {
+        None | Some("" | "auto") => Ok(Tuning::automatic()),
+        Some("off") => Ok(Tuning::Off),
+        Some("measure") => Ok(Tuning::Measured),
+        Some(other) => Err(Error::Invalid(format!(
+            "DEUTERON_TUNING is {other:?}, and should be auto, off or measure"
+        ))),
     }
 }
 
@@ -407,4 +424,17 @@ fn read(stream: &mut UnixStream) -> io::Result<ToTask> {
     let mut frame = vec![0; length];
     stream.read_exact(&mut frame)?;
     postcard::from_bytes(&frame).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tuning_has_three_words() {
+        assert_eq!(tuning(Some("off")).unwrap(), Tuning::Off);
+        assert_eq!(tuning(Some("measure")).unwrap(), Tuning::Measured);
+        assert_eq!(tuning(None).unwrap(), tuning(Some("auto")).unwrap());
+        assert!(tuning(Some("fast")).unwrap_err().to_string().contains("auto, off or measure"));
+    }
 }
