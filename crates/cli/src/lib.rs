@@ -9,7 +9,9 @@
 //! | `status`, `error` | exit codes, the status file, and what went wrong |
 //! | `doctor` | `deuteron doctor` |
 //! | `report` | `deuteron report` |
+//! | `bench` | `deuteron bench` |
 
+mod bench;
 mod doctor;
 mod error;
 mod output;
@@ -82,10 +84,15 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     match matches.subcommand() {
         Some(("run", matches)) => {
             log_warnings();
-            let cores = thread::available_parallelism().map_or(1, usize::from);
-            let path = env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
-            let unbuffered = env::var_os("PYTHONUNBUFFERED").is_some();
-            run::run(matches, &Here { cores, program, path, unbuffered })
+            run::run(matches, &here(program))
+        }
+        Some(("bench", matches)) => {
+            log_warnings();
+            bench::bench(matches, &here(program))
+        }
+        Some((bench::TASK, matches)) => {
+            log_warnings();
+            bench::task(matches)
         }
         Some(("agent", _)) => agent(),
         Some(("doctor", matches)) => match matches.get_one::<std::net::SocketAddr>("peer") {
@@ -162,6 +169,14 @@ fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommands([run, report, doctor, completions, agent, settings])
+        .subcommands(bench::commands())
+}
+
+fn here(program: Vec<OsString>) -> Here {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let path = env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
+    let unbuffered = env::var_os("PYTHONUNBUFFERED").is_some();
+    Here { cores, program, path, unbuffered }
 }
 
 /// What starts this program again. In a wheel the running executable is Python, and the program's name is a script.

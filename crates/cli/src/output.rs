@@ -149,19 +149,31 @@ impl Printer {
             waited.as_secs(),
         );
         match self.look.width {
-            Some(width) if waited >= PROGRESS_AFTER => {
-                // The last column stays free: a full line would wrap, and could not be replaced.
-                let line: String =
-                    format!("deuteron: {text}").chars().take(width.saturating_sub(1)).collect();
-                let _ = self.stderr.write_all(format!("\r\x1b[K{line}").as_bytes());
-                self.drawn = true;
-            }
+            Some(width) if waited >= PROGRESS_AFTER => self.draw(width, &text),
             None if waited >= TELL_AFTER && !assembly.told => {
                 assembly.told = true;
                 self.note(&text);
             }
             _ => {}
         }
+    }
+
+    /// How far something is: one line on a terminal, which the next replaces.
+    pub(crate) fn progress(&mut self, text: &str) {
+        if self.look.verbosity == Verbosity::Quiet {
+            return;
+        }
+        if let Some(width) = self.look.width {
+            self.draw(width, text);
+        }
+    }
+
+    fn draw(&mut self, width: usize, text: &str) {
+        // The last column stays free: a full line would wrap, and could not be replaced.
+        let line: String =
+            format!("deuteron: {text}").chars().take(width.saturating_sub(1)).collect();
+        let _ = self.stderr.write_all(format!("\r\x1b[K{line}").as_bytes());
+        self.drawn = true;
     }
 
     /// Something the user should know, unless they want quiet.
@@ -188,7 +200,8 @@ impl Printer {
         let _ = self.stderr.write_all(line.as_bytes());
     }
 
-    fn clear(&mut self) {
+    /// Takes the progress line away.
+    pub(crate) fn clear(&mut self) {
         if self.drawn {
             self.drawn = false;
             let _ = self.stderr.write_all(b"\r\x1b[K");
@@ -532,6 +545,21 @@ mod tests {
             "\r\x1b[Kdeuteron: waiting for b, c (1 of 3 hosts there, 1 s)\
              \r\x1b[Kdeuteron: waiting for c (2 of 3 hosts there, 1 s)\r\x1b[K"
         );
+    }
+
+    #[test]
+    fn progress_is_one_line_on_a_terminal_and_nothing_elsewhere() {
+        let mut stage = Stage::new(Look { width: Some(24), ..PLAIN }, None);
+        stage.printer.progress("the first of very many");
+        stage.printer.progress("the last");
+        stage.printer.note("done");
+        assert_eq!(
+            stage.stderr.text(),
+            "\r\x1b[Kdeuteron: the first of \r\x1b[Kdeuteron: the last\r\x1b[Kdeuteron: done\n"
+        );
+        let mut pipe = Stage::new(PLAIN, None);
+        pipe.printer.progress("the first");
+        assert_eq!(pipe.stderr.text(), "");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::{
 };
 use clap::ArgMatches;
 use deuteron_gang::{
-    Host, Job, Request, Ssh,
+    Event, Host, Job, Request, Ssh,
     discovery::Source,
     policy::Restarts,
     supervisor::{self, Control},
@@ -62,18 +62,21 @@ pub(crate) fn run(matches: &ArgMatches, here: &Here) -> u8 {
         Ok(prepared) => prepared,
         Err(error) => return refuse(&error, status_file),
     };
-    match supervise(job, files, &settings) {
-        Ok((status, printer)) => {
-            conclude(&status, &printer, status_file);
-            status.exit_code
+    match supervise(job, files, &settings, |_, _| None) {
+        Ok(finished) => {
+            conclude(&finished.status, &finished.printer, status_file);
+            finished.status.exit_code
         }
-        Err(error) => {
-            terminal::complain(&format!(
-                "standard output, standard error or signals cannot be used: {error}"
-            ));
-            exit::SYSTEM
-        }
+        Err(error) => no_terminal(&error),
     }
+}
+
+/// Says why nothing can be said.
+pub(crate) fn no_terminal(error: &io::Error) -> u8 {
+    terminal::complain(&format!(
+        "standard output, standard error or signals cannot be used: {error}"
+    ));
+    exit::SYSTEM
 }
 
 /// Says why nothing was started, on the terminal and in the status file.
@@ -93,12 +96,48 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs the job while signals and events are looked after.
-fn supervise(
+/// A job that has ended.
+pub(crate) struct Finished {
+    status: Status,
+    printer: Shared<Printer>,
+    results: Vec<Option<Vec<u8>>>,
+}
+
+impl Finished {
+    /// Says how it ended, prints what `text` makes of the tasks' results if it ended well, and returns the exit code.
+    pub(crate) fn conclude(
+        mut self,
+        status_file: Option<&Path>,
+        text: impl FnOnce(&[Option<Vec<u8>>]) -> serde_json::Result<String>,
+    ) -> u8 {
+        if self.status.outcome != "succeeded" {
+            conclude(&self.status, &self.printer, status_file);
+            return self.status.exit_code;
+        }
+        let code = match text(&self.results) {
+            Ok(text) => {
+                lock(&self.printer).clear();
+                crate::print(text.as_bytes())
+            }
+            Err(error) => {
+                self.status.outcome = "failed";
+                self.status.reason = format!("rank 0 returned something unreadable: {error}");
+                exit::SOFTWARE
+            }
+        };
+        self.status.exit_code = code;
+        conclude(&self.status, &self.printer, status_file);
+        code
+    }
+}
+
+/// Runs the job while signals and events are looked after. `take` may show an event in its own way.
+pub(crate) fn supervise(
     job: Job,
     files: Option<Files>,
     settings: &Settings,
-) -> io::Result<(Status, Shared<Printer>)> {
+    take: impl Fn(&mut Printer, &Event) -> Option<Result<(), Closed>> + Send + 'static,
+) -> io::Result<Finished> {
     let printer = Printer::new(
         look(settings),
         Box::new(Descriptor::of(io::stdout().as_fd())?),
@@ -128,7 +167,12 @@ fn supervise(
     let (tasks, hosts, start) = (job.tasks, job.hosts.len(), Instant::now());
     let (ender, closed, shown) = (control.clone(), Arc::clone(&interruption), Arc::clone(&printer));
     let result = supervisor::run(job, &control, move |event| {
-        if let Err(how) = lock(&shown).event(event, Instant::now(), SystemTime::now()) {
+        let mut printer = lock(&shown);
+        let taken = take(&mut printer, &event);
+        let shown =
+            taken.unwrap_or_else(|| printer.event(event, Instant::now(), SystemTime::now()));
+        drop(printer);
+        if let Err(how) = shown {
             lock(&closed).get_or_insert(match how {
                 Closed::ByReader => Interruption::OutputClosed,
                 Closed::ByError => Interruption::OutputFailed,
@@ -145,7 +189,8 @@ fn supervise(
         status.ran_for = start.elapsed();
     }
     drop(shown);
-    Ok((status, printer))
+    let results = result.map_or_else(|_| Vec::new(), |outcome| outcome.results);
+    Ok(Finished { status, printer, results })
 }
 
 /// Lets the printer know that time passes, until what it returns is dropped.
@@ -216,7 +261,7 @@ fn summary(status: &Status) -> Result<String, String> {
 }
 
 /// The job that the settings describe, if it makes sense.
-fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> Result<Job, Error> {
+pub(crate) fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> Result<Job, Error> {
     let (tasks, hosts) = places(settings, here)?;
     let mut environment = settings.pairs("env");
     // Into a pipe Python prints by the block, and a line would appear long after it was printed.

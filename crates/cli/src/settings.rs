@@ -861,7 +861,7 @@ fn convert(kind: Kind, value: &toml::Value, file: &Path) -> Result<Value, String
 /// The page `docs/settings.md`.
 pub(crate) fn page() -> String {
     let mut page = String::from(
-        "# Settings of `deuteron run`\n\n\
+        "# Settings of `deuteron run` and `deuteron bench`\n\n\
          Printed by `deuteron settings`, from the registry in `crates/cli/src/settings.rs`; a test keeps it so.\n\n\
          A flag wins over an environment variable, a variable over the file of `--config`, the file over the default. An empty\n\
          variable counts as unset. Where a value is wrong, the error says where it came from. `deuteron run --verbose` says where\n\

@@ -1,6 +1,6 @@
 //! Thresholds for the machine at hand: measured once, kept per host, the same on all ranks.
 //!
-//! Measuring ([`measure`](self::measure)), keeping ([`cache`](self::cache)) and deciding are apart: [`decide`] is a pure
+//! Measuring (`measure`), keeping (`cache`) and deciding are apart: [`decide`] is a pure
 //! function from constants and topology to thresholds, each with its reason.
 //!
 //! - TUNE-1: all ranks decide from the same constants: those that rank 0 has kept, or those that all have measured
