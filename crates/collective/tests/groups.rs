@@ -4,7 +4,7 @@
 
 mod support;
 
-use deuteron_collective::{Error, Group, ReduceOp};
+use deuteron_collective::{Engine, EngineOptions, Error, Group, ReduceOp};
 use std::{
     process::Command,
     sync::{Barrier, Mutex},
@@ -265,6 +265,40 @@ fn every_kind_of_error_names_outer_ranks() {
                 );
             }
         }
+    }
+}
+
+/// Messages and engines are a sub-group's own too, and a message of another type names outer ranks.
+#[test]
+fn messages_and_engines_work_in_subgroups() {
+    for over in Over::ALL {
+        all(run(over, 4, |group| {
+            let Some(part) = group.subgroup(&[0, 2, 3])? else { return Ok(()) };
+            let (rank, size) = (part.rank(), part.size());
+            let mut got = [0i32; 3];
+            thread::scope(|scope| {
+                let sending = scope.spawn(|| part.send(&[7 + rank as i16; 3], (rank + 1) % size));
+                let from = (rank + size - 1) % size;
+                let mut numbers = [0i16; 3];
+                part.receive(&mut numbers, from)?;
+                assert_eq!(numbers, [7 + from as i16; 3]);
+                sending.join().unwrap()
+            })?;
+            let engine = Engine::new(part.clone(), EngineOptions::default())?;
+            let mut tensor = [1f32; 100];
+            engine.all_reduce_now("gradients", &mut tensor, ReduceOp::Sum)?;
+            assert_eq!(tensor, [3.0; 100]);
+            part.barrier()?;
+            let error = match rank {
+                0 => part.send(&[1i16; 3], 1).and_then(|()| part.barrier()).unwrap_err(),
+                1 => part.receive(&mut got, 0).unwrap_err(),
+                _ => part.barrier().unwrap_err(),
+            };
+            let text = error.to_string();
+            assert!(text.contains("rank 0 called send(i16"), "{over:?}, {rank}: {text}");
+            assert!(text.contains("rank 2 called receive(i32"), "{over:?}, {rank}: {text}");
+            Ok(())
+        }));
     }
 }
 
