@@ -8,9 +8,11 @@
 #![expect(clippy::print_stderr, reason = "what the ranks of a failed test said")]
 
 mod launch;
+mod log;
 mod terminal;
 
 pub use launch::{Ended, Hash, Launch, Process, Stamp, has_socket, script};
+pub use log::Log;
 pub use terminal::Terminal;
 
 use deuteron_collective::{Identity, SERVER_NAME};

@@ -260,6 +260,22 @@ fn summary(status: &Status) -> Result<String, String> {
     ))
 }
 
+/// What groups and engines of the tasks have to know. All tasks are told the same: ranks that tune or fuse differently
+/// cannot work together.
+fn for_tasks(settings: &Settings) -> impl Iterator<Item = (&'static str, String)> {
+    let stall = settings.duration("stall-report").as_secs_f64();
+    let deterministic = u8::from(settings.flag("deterministic"));
+    [
+        ("DEUTERON_TUNING", settings.text("tuning").map(str::to_owned)),
+        ("DEUTERON_BUCKET_SIZE", settings.count("bucket-size").map(|bytes| bytes.to_string())),
+        ("DEUTERON_DETERMINISTIC", Some(deterministic.to_string())),
+        ("DEUTERON_STALL_REPORT", Some(stall.to_string())),
+        ("DEUTERON_TIMELINE", settings.path("timeline").map(|path| path.display().to_string())),
+    ]
+    .into_iter()
+    .filter_map(|(name, value)| Some((name, value?)))
+}
+
 /// The job that the settings describe, if it makes sense.
 pub(crate) fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> Result<Job, Error> {
     let (tasks, hosts) = places(settings, here)?;
@@ -268,11 +284,10 @@ pub(crate) fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> R
     if !here.unbuffered && !environment.iter().any(|(name, _)| name == "PYTHONUNBUFFERED") {
         environment.push(("PYTHONUNBUFFERED".into(), "1".into()));
     }
-    // Said to all, since ranks that tune and ranks that do not cannot work together.
-    if let Some(tuning) = settings.text("tuning")
-        && !environment.iter().any(|(name, _)| name == "DEUTERON_TUNING")
-    {
-        environment.push(("DEUTERON_TUNING".into(), tuning.into()));
+    for (name, value) in for_tasks(settings) {
+        if !environment.iter().any(|(known, _)| known == name) {
+            environment.push((name.into(), value));
+        }
     }
     if hosts.iter().all(Host::is_here) {
         let path = environment.iter().find(|(name, _)| name == "PATH");
@@ -551,7 +566,16 @@ mod tests {
         assert_eq!((job.start_limit.as_secs(), job.grace.as_secs()), (120, 1));
         let environment: Vec<String> =
             job.environment.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        assert_eq!(environment, ["A=1", "B=x,y", "PYTHONUNBUFFERED=1", "DEUTERON_TUNING=off"]);
+        let expected = [
+            "A=1",
+            "B=x,y",
+            "PYTHONUNBUFFERED=1",
+            "DEUTERON_TUNING=off",
+            "DEUTERON_BUCKET_SIZE=8388608",
+            "DEUTERON_DETERMINISTIC=0",
+            "DEUTERON_STALL_REPORT=60",
+        ];
+        assert_eq!(environment, expected);
         assert_eq!(job.interface.as_deref(), Some("eth0"));
         assert_eq!(job.ssh.options, ["-o", "ProxyJump=a,b"]);
         assert_eq!(job.agent, ["/bin/deuteron", "agent"]);

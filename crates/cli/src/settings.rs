@@ -316,6 +316,47 @@ pub(crate) static SETTINGS: &[Setting] = &[
         ..PLAIN
     },
     Setting {
+        name: "bucket-size",
+        flag: "bucket-size",
+        kind: Kind::Bytes,
+        value: "SIZE",
+        default: Some("8MiB"),
+        group: SPEED,
+        help: "The most that tasks' engines fuse into one reduction.",
+        ..PLAIN
+    },
+    Setting {
+        name: "deterministic",
+        flag: "deterministic",
+        kind: Kind::Flag,
+        group: SPEED,
+        help: "What is fused depends on names and sizes only, so that results are the same in every run, bit by bit.",
+        ..PLAIN
+    },
+    Setting {
+        name: "stall-report",
+        flag: "stall-report",
+        kind: Kind::Duration,
+        value: "TIME",
+        default: Some("60s"),
+        horovod_flags: &["--stall-check-warning-time-seconds"],
+        horovod_environment: Some("HOROVOD_STALL_CHECK_TIME_SECONDS"),
+        group: FAILURE,
+        help: "How long an operation waits for a rank before tasks' engines log who waits for whom.",
+        ..PLAIN
+    },
+    Setting {
+        name: "timeline",
+        flag: "timeline",
+        kind: Kind::Path,
+        value: "FILE",
+        horovod_flags: &["--timeline-filename"],
+        horovod_environment: Some("HOROVOD_TIMELINE"),
+        group: OUTPUT,
+        help: "Record what every rank's engine does in this file, on rank 0's host, for Perfetto or Chrome's tracing page.",
+        ..PLAIN
+    },
+    Setting {
         name: "config",
         flag: "config",
         kind: Kind::Path,
@@ -337,14 +378,10 @@ static LEFT_OUT: &[(&[&str], &str)] = &[
         "operations start and are fused as they become ready, there is no cycle to tune",
     ),
     (
-        &[
-            "--no-stall-check",
-            "--stall-check-warning-time-seconds",
-            "--stall-check-shutdown-time-seconds",
-        ],
-        "a stall is reported every minute, and a lost rank ends the job",
+        &["--no-stall-check", "--stall-check-shutdown-time-seconds"],
+        "a stall is reported, and a lost rank ends the job",
     ),
-    (&["--timeline-filename", "--timeline-mark-cycles"], "the launcher records no timeline"),
+    (&["--timeline-mark-cycles"], "there are no cycles"),
     (&["--log-level", "--log-without-timestamp"], "--quiet, --verbose and --timestamps are there"),
     (
         &["--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"],

@@ -6,7 +6,8 @@ use crate::{
     protocol::{FromTask, Gathered, PIECE, ToTask, encode},
 };
 use deuteron_collective::{
-    Group, GroupOptions, LocalRendezvous, MAX_MESSAGE, Rendezvous, Security, Tuning,
+    Engine, EngineOptions, Group, GroupOptions, LocalRendezvous, MAX_MESSAGE, Rendezvous, Security,
+    Tuning,
     frame::{Answer, Hello, Purpose},
 };
 use std::{
@@ -45,6 +46,8 @@ pub struct Task {
     link: Link,
     /// How many groups have been made.
     groups: Mutex<u64>,
+    /// How many engines have been made.
+    engines: Mutex<u64>,
 }
 
 enum Link {
@@ -65,14 +68,28 @@ impl Task {
             return Err(Error::Ended("the agent did not welcome this task".into()));
         };
         let link = Link::Agent { agent, credentials };
-        Ok(Self { rank, generation, infos, link, groups: Mutex::default() })
+        Ok(Self {
+            rank,
+            generation,
+            infos,
+            link,
+            groups: Mutex::default(),
+            engines: Mutex::default(),
+        })
     }
 
     /// A thread of this process.
     pub(crate) fn of_thread(infos: Arc<Vec<TaskInfo>>, rendezvous: LocalRendezvous) -> Self {
         let rank = rendezvous.rank();
         let link = Link::Threads(rendezvous);
-        Self { rank, generation: 0, infos, link, groups: Mutex::default() }
+        Self {
+            rank,
+            generation: 0,
+            infos,
+            link,
+            groups: Mutex::default(),
+            engines: Mutex::default(),
+        }
     }
 
     /// This task's number, from zero.
@@ -144,6 +161,20 @@ impl Task {
         }
     }
 
+    /// Connects all tasks for named operations in any order: a group of its own, and an engine on it as the settings
+    /// of `deuteron run` ask for. Every task calls it the same number of times. The first engine records the timeline,
+    /// if one is wanted.
+    pub fn engine(&self, options: GroupOptions) -> Result<Engine> {
+        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let mut made = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        let engine = Engine::new(self.group(options)?, engine_options(variable)?)?;
+        if let Some(path) = variable("DEUTERON_TIMELINE").filter(|_| *made == 0) {
+            engine.start_timeline(path)?;
+        }
+        *made += 1;
+        Ok(engine)
+    }
+
     /// What this task returns to whoever started the gang.
     pub fn set_result(&self, result: &[u8]) -> Result<()> {
         let Link::Agent { agent, .. } = &self.link else {
@@ -162,6 +193,30 @@ impl Task {
         };
         agent.send(&FromTask::Failed(traceback.to_owned()))?;
         agent.taken()
+    }
+}
+
+/// What the settings ask of an engine.
+fn engine_options(variable: impl Fn(&str) -> Option<String>) -> Result<EngineOptions> {
+    let mut options = EngineOptions::default();
+    let wrong = |name: &str, value: &str, what: &str| {
+        Error::Invalid(format!("{name} is {value:?}, and should be {what}"))
+    };
+    let name = "DEUTERON_BUCKET_SIZE";
+    if let Some(text) = variable(name) {
+        let bytes = text.parse().map_err(|_| wrong(name, &text, "a number of bytes"))?;
+        options = options.bucket_bytes(bytes);
+    }
+    let name = "DEUTERON_STALL_REPORT";
+    if let Some(text) = variable(name) {
+        let time = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        options = options.stall(time.ok_or_else(|| wrong(name, &text, "a number of seconds"))?);
+    }
+    let name = "DEUTERON_DETERMINISTIC";
+    match variable(name).as_deref() {
+        None | Some("0") => Ok(options),
+        Some("1") => Ok(options.deterministic(true)),
+        Some(other) => Err(wrong(name, other, "0 or 1")),
     }
 }
 
@@ -429,6 +484,22 @@ fn read(stream: &mut UnixStream) -> io::Result<ToTask> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn engines_are_set_by_numbers() {
+        let options = |name: &'static str, value: &'static str| {
+            engine_options(move |asked| (asked == name).then(|| value.to_owned()))
+        };
+        assert!(options("DEUTERON_BUCKET_SIZE", "4096").is_ok());
+        assert!(options("DEUTERON_STALL_REPORT", "0.5").is_ok());
+        for (name, value) in [
+            ("DEUTERON_BUCKET_SIZE", "4KiB"),
+            ("DEUTERON_STALL_REPORT", "-1"),
+            ("DEUTERON_DETERMINISTIC", "yes"),
+        ] {
+            assert!(options(name, value).unwrap_err().to_string().contains(name));
+        }
+    }
 
     #[test]
     fn tuning_has_three_words() {

@@ -43,11 +43,6 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use tracing::{
-    Event, Metadata, Subscriber,
-    field::{Field, Visit},
-    span,
-};
 
 /// Whatever goes wrong, no rank and no child of one lives longer than this.
 const LIFETIME_SECONDS: u32 = 150;
@@ -122,7 +117,7 @@ fn main() -> ExitCode {
         .collect();
     let mut rank = Rank { options, rank: 0, len: 0 };
     (rank.rank, rank.len) = (rank.number("rank", 0), rank.number("len", 1 << 20));
-    let log = tracing::subscriber::set_global_default(Log);
+    let log = tracing::subscriber::set_global_default(deuteron_chaos::Log);
     if log.is_err() {
         return ExitCode::FAILURE;
     }
@@ -397,37 +392,4 @@ fn hex(bytes: &[u8]) -> String {
         let _ = write!(text, "{byte:02x}");
         text
     })
-}
-
-/// Every event, one line on standard error.
-struct Log;
-
-impl Subscriber for Log {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.target().starts_with("deuteron")
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        struct Text(String);
-        impl Visit for Text {
-            fn record_debug(&mut self, _: &Field, value: &dyn std::fmt::Debug) {
-                let _ = write!(self.0, " {value:?}");
-            }
-        }
-        let mut text = Text(event.metadata().level().to_string());
-        event.record(&mut text);
-        eprintln!("{}", text.0);
-    }
-
-    fn enter(&self, _: &span::Id) {}
-
-    fn exit(&self, _: &span::Id) {}
 }

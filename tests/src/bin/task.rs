@@ -10,6 +10,7 @@
 //! | `fail TEXT` | says why it fails, and exits with 3 |
 //! | `alone` | rank 0 returns at once, the others wait for it |
 //! | `result N` | returns N bytes |
+//! | `train FOLDER` | adds up named tensors in many steps; then all wait for rank 1, and rank 1 for `FOLDER/go` |
 #![expect(unsafe_code, reason = "alarm is C's")]
 #![expect(
     clippy::print_stdout,
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         }
         "alone" if task.rank() == 0 => Ok(()),
         "alone" => task.barrier(LIMIT),
+        "train" => train(&task, word),
         "result" => {
             let byte = task.rank() as u8;
             task.set_result(&vec![byte; number])
@@ -133,6 +135,38 @@ fn reduce(task: &Task, rounds: usize) -> Result<()> {
         if round == 3 {
             println!("REDUCED shares_memory={}", group.shares_memory());
         }
+    }
+    Ok(())
+}
+
+fn train(task: &Task, folder: &str) -> Result<()> {
+    // Told what the engine logs.
+    let _ = tracing::subscriber::set_global_default(deuteron_chaos::Log);
+    let engine = task.engine(GroupOptions::default())?;
+    let sum = (1..=task.size()).sum::<usize>() as f32;
+    for step in 0..50 {
+        let handles: Vec<_> = (0..20)
+            .map(|index| {
+                let index = if task.rank() == 0 { index } else { 19 - index };
+                let tensor = vec![task.rank() as f32 + 1.0; 100 + index];
+                engine.all_reduce(format!("layer {index}").as_str(), tensor, ReduceOp::Sum)
+            })
+            .collect::<Result<_, _>>()?;
+        for handle in handles {
+            if handle.wait()?.iter().any(|element| *element != sum) {
+                println!("WRONG RESULT in step {step}");
+            }
+        }
+    }
+    println!("READY {}", std::process::id());
+    while task.rank() == 1 && !std::path::Path::new(folder).join("go").exists() {
+        thread::sleep(Duration::from_millis(10));
+    }
+    let mut last = [1i64];
+    engine.all_reduce_now("last", &mut last, ReduceOp::Sum)?;
+    println!("LAST {}", last[0]);
+    if std::env::var_os("DEUTERON_TIMELINE").is_some() {
+        engine.stop_timeline()?;
     }
     Ok(())
 }
