@@ -518,6 +518,7 @@ impl Engine {
             patience,
             forks: fork::forks(),
         });
+        shared.table().active.0 = shared.now();
         let own = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("deuteron-engine".into())
@@ -830,6 +831,10 @@ impl Drop for Engine {
             let _ = thread.join();
         }
         let progress = self.shared.progress.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let progress = progress.map(|mut progress| {
+            progress.leave(&self.shared);
+            progress
+        });
         let callbacks = self.shared.table().fail();
         self.shared.done.notify_all();
         for (callback, receipt) in callbacks {

@@ -34,13 +34,15 @@ use std::{
     collections::VecDeque,
     io::{self, IoSlice},
     sync::atomic::Ordering,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// How long ranks have to say what they are doing.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 /// Events of a timeline that a rank collects before it sends them.
 const TRACE_BATCH: usize = 8192;
+/// How long the last words may take.
+const FAREWELL: Duration = Duration::from_millis(500);
 /// Bytes that are read at a time.
 const INBOX: usize = 16 << 10;
 
@@ -285,7 +287,18 @@ impl Progress {
             }
         }
         self.look_after(shared)?;
-        self.see_who_left(shared)?;
+        if self.lines.iter().flatten().any(|line| line.ended.is_some()) {
+            self.see_who_left(shared)?;
+            // What they sent before has been taken.
+            if let Some(timeline) = self.timeline.as_mut().filter(|_| !shared.is_traced()) {
+                for (rank, line) in self.lines.iter().enumerate() {
+                    if line.as_ref().is_some_and(|line| line.ended.is_some()) {
+                        timeline.has_left(rank);
+                    }
+                }
+                self.end_timeline(shared);
+            }
+        }
         Ok(moved)
     }
 
@@ -793,6 +806,7 @@ impl Progress {
                     Timeline::start(path, hosts, near)
                 });
             }
+            shared.completed(Vec::new());
             return Ok(());
         }
         self.send_trace(shared, true)?;
@@ -900,11 +914,22 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
-    fn drop(&mut self) {
-        for line in self.lines.iter_mut().flatten() {
-            line.flush();
-            line.ring(true);
+impl Progress {
+    /// The last words: the rest of the timeline, and whatever has not been sent.
+    pub fn leave(&mut self, shared: &Shared) {
+        // Who does not hear it any more does not need it.
+        let _ = self.send_trace(shared, true);
+        let start = Instant::now();
+        loop {
+            let mut left = false;
+            for line in self.lines.iter_mut().flatten() {
+                left |= line.ended.is_none() && !line.flush();
+                line.ring(true);
+            }
+            if !left || start.elapsed() > FAREWELL || shared.health.failure().is_some() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

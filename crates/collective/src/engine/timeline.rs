@@ -77,6 +77,11 @@ impl Timeline {
         self.ended[rank] |= !more;
     }
 
+    /// A rank has left, and sends nothing more.
+    pub fn has_left(&mut self, rank: usize) {
+        self.ended[rank] = true;
+    }
+
     /// Whether every rank has sent its last events.
     pub fn is_complete(&self) -> bool {
         self.ended.iter().all(|ended| *ended)
