@@ -13,6 +13,7 @@ from statistics import median
 LABELS = {
     "registered": "Deuteron, registered",
     "plain": "Deuteron, plain slice",
+    "flat": "Deuteron, flat",
     "tcp": "Deuteron, TCP",
     "tls": "Deuteron, TLS",
     "gloo": "Gloo",
@@ -27,6 +28,7 @@ TITLES = {
     "host8": "one host, 8 ranks",
     "host16": "one host, 16 ranks",
     "net": "two hosts, one rank each",
+    "net4": "two hosts, two ranks each",
     "gbit": "two hosts, 1 Gbit/s",
 }
 OURS = ("registered", "plain", "tcp", "tls")
@@ -138,6 +140,12 @@ TARGETS = (
         lambda row: _at_least(row.to_peer, 1) and _at_least(row.to_limit, 0.8),
     ),
     Target(
+        "two hosts with two ranks each, 1 MiB and more",
+        "1.5 x our own flat ring, and 1.5 x the better peer",
+        lambda row: row.ours.case == "net4" and row.ours.bytes >= MIB,
+        lambda row: _at_least(row.to_peer, 1.5) and _at_least(row.to_limit, 1.5),
+    ),
+    Target(
         "two hosts, TLS",
         "0.8 of bare rustls",
         lambda row: row.ours.case == "net" and row.ours.contestant == "tls",
@@ -154,6 +162,8 @@ TARGETS = (
 
 def _limit_of(case: str, contestant: str) -> str:
     """Whose time is the limit of ours."""
+    if case == "net4":
+        return "flat"
     if case == "gbit":
         return {"tcp": "raw-tcp", "tls": "tcp"}[contestant]
     return {"registered": "loop", "plain": "loop", "tcp": "raw-tcp", "tls": "raw-tls"}[contestant]
@@ -306,6 +316,7 @@ def _page(runs: dict[str, Run]) -> str:
 COLOURS = {
     "registered": "#0072b2",
     "plain": "#56b4e9",
+    "flat": "#cc79a7",
     "tcp": "#0072b2",
     "tls": "#56b4e9",
     "gloo": "#d55e00",

@@ -47,6 +47,10 @@ class Case:
     rate: str | None = None
     sizes: tuple[int, ...] = ()
 
+    def host(self, rank: int) -> int:
+        """Where a rank runs: hosts have equally many, in the order of their ranks."""
+        return rank * self.hosts // self.ranks
+
 
 # Who is compared runs side by side.
 ONE_HOST = ("gloo", "openmpi", "plain", "registered", "loop")
@@ -56,9 +60,10 @@ CASES = {
     "host8": Case(8, ONE_HOST),
     "host16": Case(16, ONE_HOST),
     "net": Case(2, ("gloo", "openmpi", "tcp", "raw-tcp", "raw-tls", "tls"), hosts=2),
+    "net4": Case(4, ("gloo", "openmpi", "plain", "flat", "registered"), hosts=2),
     "gbit": Case(2, ("tcp", "tls", "raw-tcp"), hosts=2, rate="1gbit", sizes=(MIB, 16 * MIB)),
 }
-DEFAULT_CASES = ["host2", "host4", "net", "gbit"]
+DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ def rank_commands(name: str, case: Case, programs: Programs, meeting: str, plan:
         "gloo": [sys.executable, str(HERE / "peers" / "gloo.py")],
         "registered": [str(programs.worker), "registered"],
         "plain": [str(programs.worker), "plain"],
+        "flat": [str(programs.worker), "plain", "--flat"],
         "tcp": [str(programs.worker), "plain"],
         "tls": [str(programs.worker), "plain", *secure],
         "loop": [str(programs.worker), "loop"],
@@ -135,8 +141,12 @@ def mpirun(case: Case, programs: Programs, two: Hosts | None, plan: list[str]) -
         crowded = case.ranks > len(os.sched_getaffinity(0))
         return [*argv, *(["--oversubscribe"] if crowded else []), *program]
     network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
-    # Each host would bind its only rank to the same first core of the machine.
-    argv += ["-H", ",".join(ADDRESSES), "--bind-to", "none", "--mca", "btl", "tcp,self"]
+    # Each host would bind its first rank to the same first core of the machine, and not know that ranks share cores.
+    slots = case.ranks // case.hosts
+    argv += ["-H", ",".join(f"{address}:{slots}" for address in ADDRESSES), "--bind-to", "none"]
+    argv += ["--mca", "btl", "tcp,self" if slots == 1 else "vader,tcp,self"]
+    if case.ranks > len(os.sched_getaffinity(0)):
+        argv += ["--mca", "mpi_yield_when_idle", "1"]
     for layer in ("btl", "oob"):
         argv += ["--mca", f"{layer}_tcp_if_include", network]
     return two.inside(0, [*argv, "--mca", "plm_rsh_agent", str(two.agent), *program])
@@ -163,7 +173,8 @@ def start(
     else:
         environment["GLOO_SOCKET_IFNAME"] = hosts.DEVICE
         ranks = rank_commands(name, case, programs, f"{ADDRESSES[0]}:29500", words)
-        hosts.run_together([Command(two.inside(i, argv), environment) for i, argv in enumerate(ranks)], limit)
+        placed = [two.inside(case.host(rank), argv) for rank, argv in enumerate(ranks)]
+        hosts.run_together([Command(argv, environment) for argv in placed], limit)
 
 
 def read_times(case: Case, folder: Path, plan: list[Block]) -> Iterator[tuple[Block, float]]:

@@ -1,7 +1,7 @@
 //! One rank of the benchmark: our side and the limits it is measured against.
 //!
 //! ```text
-//! deuteron-bench registered|plain|raw|named|many|many-plain|waiting [--tls DIR] OUT RANK RANKS ADDRESS BLOCK...
+//! deuteron-bench registered|plain|raw|named|many|many-plain|waiting [--tls DIR] [--flat] OUT RANK RANKS ADDRESS BLOCK...
 //! deuteron-bench loop OUT RANK RANKS DESCRIPTOR BLOCK...
 //! deuteron-bench identity DIR
 //! ```
@@ -49,14 +49,18 @@ fn run() -> Result<(), Failure> {
         Some(_) => return Err("--tls needs the folder that `identity` wrote".into()),
         None => None,
     };
+    let flat = arguments.iter().position(|argument| argument == "--flat");
+    if let Some(at) = flat {
+        arguments.remove(at);
+    }
     if mode == "identity" {
         let directory = arguments.first().ok_or("identity needs a folder")?;
         return identity::write(directory.as_ref());
     }
     let job = Job::parse(&arguments)?;
     match mode.as_str() {
-        "registered" => ours::run(&job, tls.as_deref(), true),
-        "plain" => ours::run(&job, tls.as_deref(), false),
+        "registered" => ours::run(&job, tls.as_deref(), true, flat.is_some()),
+        "plain" => ours::run(&job, tls.as_deref(), false, flat.is_some()),
         "named" | "many" | "many-plain" | "waiting" => {
             let way = match mode.as_str() {
                 "named" => Way::Named,
@@ -64,7 +68,7 @@ fn run() -> Result<(), Failure> {
                 "many-plain" => Way::ManyPlain,
                 _ => Way::Waiting,
             };
-            let [group, barriers] = ours::connect(&job, tls.as_deref())?;
+            let [group, barriers] = ours::connect(&job, tls.as_deref(), flat.is_some())?;
             engine::run(&job, group, barriers, way)
         }
         "raw" => raw::run(&job, tls.as_deref()),

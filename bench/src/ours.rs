@@ -14,8 +14,8 @@ use crate::measure::{Block, Contestant, Failure, Job, Mode, Number, measure};
 const START: Duration = Duration::from_secs(30);
 
 /// Connects the group and measures every block.
-pub fn run(job: &Job, tls: Option<&Path>, registered: bool) -> Result<(), Failure> {
-    let [group] = connect(job, tls)?;
+pub fn run(job: &Job, tls: Option<&Path>, registered: bool, flat: bool) -> Result<(), Failure> {
+    let [group] = connect(job, tls, flat)?;
     job.run(&mut Ours { group, registered })
 }
 
@@ -23,6 +23,7 @@ pub fn run(job: &Job, tls: Option<&Path>, registered: bool) -> Result<(), Failur
 pub fn connect<const GROUPS: usize>(
     job: &Job,
     tls: Option<&Path>,
+    flat: bool,
 ) -> Result<[Group; GROUPS], Failure> {
     let address: SocketAddr = job.meeting.parse()?;
     let security = match tls {
@@ -31,7 +32,7 @@ pub fn connect<const GROUPS: usize>(
         None => Security::Plain,
     };
     let rendezvous = TcpRendezvous::connect(address, job.rank, job.ranks, 0, &security, START)?;
-    let options = GroupOptions::default().security(security);
+    let options = GroupOptions::default().security(security).flat(flat);
     let groups: Vec<Group> = (0..GROUPS)
         .map(|_| Group::connect(&rendezvous, options.clone()))
         .collect::<Result<_, _>>()?;
