@@ -290,14 +290,17 @@ How it is measured:
 - First and last results of every size are checked on every rank, all elements.
 - GB/s is the size of one rank's buffer over the time.
 - MPI has no bf16: Open MPI sums it by a user-defined operation on 16-bit integers, whose loop is vectorised. It yields
-  when ranks share a core (`--oversubscribe`), and binds ranks to cores as it does by default when they do not.
+  when ranks share a core (`--oversubscribe`, or `mpi_yield_when_idle` where hosts are simulated), and binds ranks to
+  cores as it does by default when they do not.
 - Two hosts are two network namespaces with a virtual cable, so both share the machine's cores. All use
   the same congestion control, reno: with BBR, the default of some machines, which paces by round trips that a virtual
-  cable does not have, all are half as fast. 1 Gbit/s is `tc tbf` on both ends.
+  cable does not have, all are half as fast. 1 Gbit/s is `tc tbf` on both ends. With two ranks on each host everybody
+  uses plain TCP between hosts, and Open MPI may use shared memory inside them.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
-  1 Gbit/s the limit of TLS is our plain TCP.
+  1 Gbit/s the limit of TLS is our plain TCP. Where hosts have two ranks each, "limit" is our own flat ring on plain
+  slices, which treats all ranks alike: there it is no limit but what has to be beaten.
 """
 
 

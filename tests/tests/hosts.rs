@@ -8,9 +8,10 @@ const RANK: &str = env!("CARGO_BIN_EXE_rank");
 const AT_ONCE: (Duration, Duration) = (Duration::ZERO, Duration::from_secs(1));
 /// Dead after 5 s of silence, counted from the last heartbeat, which may be half a second old.
 const BY_HEARTBEAT: (Duration, Duration) = (Duration::from_millis(4400), Duration::from_secs(7));
-/// With five ranks not every pair is connected, so news has to be passed on.
-const LAYOUTS: [&[usize]; 5] =
-    [&[0, 1], &[0, 0, 1, 1], &[0, 1, 2, 3], &[0, 1, 0, 1, 1], &[0, 1, 2, 3, 4]];
+/// With five ranks not every pair is connected, so news has to be passed on. On a host with more ranks than another
+/// some have no counterpart there.
+const LAYOUTS: [&[usize]; 6] =
+    [&[0, 1], &[0, 0, 1, 1], &[0, 1, 2, 3], &[0, 1, 0, 1, 1], &[0, 1, 2, 3, 4], &[0, 0, 0, 1]];
 
 fn hosts_of(layout: &[usize]) -> usize {
     layout.iter().max().map_or(0, |last| last + 1)
@@ -86,6 +87,37 @@ fn a_killed_rank_is_known_to_all_hosts() {
                 }
             }
         }
+    }
+}
+
+/// Hosts with several ranks, tensors of many chunks, plain and registered, and every rank that can be lost: of a host's
+/// first lane, of its second, without one, alone on its host.
+#[test]
+fn whoever_is_killed_on_hosts_with_several_ranks_is_named() {
+    let _case = Case::within(100);
+    for layout in [&[0, 0, 1, 1][..], &[0, 0, 0, 1]] {
+        let Some(hosts) = Hosts::new(2) else { return };
+        for victim in 0..layout.len() {
+            let memory = if victim % 2 == 0 { "bucket" } else { "plain-memory" };
+            let plan = plan(&hosts, layout, victim == 0).with(memory).with("len=1500000");
+            let ranks = plan.start_and_meet();
+            ranks[victim].round(4);
+            let event = ranks[victim].signal(Signal::KILL);
+            all_fail(&ranks, &[victim], event, AT_ONCE, |_| lost(&ranks, victim));
+        }
+    }
+}
+
+/// All ranks treated alike give the same results, and a rank that asks for it decides for all.
+#[test]
+fn one_rank_makes_the_group_flat() {
+    let _case = Case::within(60);
+    let layout = [0, 0, 1, 1];
+    let Some(hosts) = Hosts::new(2) else { return };
+    let plan = plan(&hosts, &layout, false).with("rounds=8").with("flat=3");
+    for rank in &plan.start() {
+        rank.line("READY");
+        rank.done();
     }
 }
 

@@ -26,6 +26,8 @@ use std::{
 
 pub(crate) struct Arena {
     me: usize,
+    /// The ranks of the group that the members are.
+    names: Vec<usize>,
     members: Vec<Arc<Segment>>,
     tick: u32,
     /// Where the tensor of the call at hand lies.
@@ -41,7 +43,7 @@ pub(crate) struct Arena {
 unsafe impl Send for Arena {}
 
 /// What the members' locations have in common, known to all of them after one tick.
-enum Common {
+pub(crate) enum Common {
     /// Nobody's tensor is registered.
     Plain,
     /// Everybody's lies in one bucket, so everybody has it mapped.
@@ -56,10 +58,12 @@ enum Common {
 }
 
 impl Arena {
-    pub fn new(me: usize, members: Vec<Arc<Segment>>, cores: usize) -> Self {
+    /// Among the ranks `names`, of which this is the one at `me`; `crowded` if they share cores with each other or with
+    /// others of the group.
+    pub fn new(me: usize, names: Vec<usize>, members: Vec<Arc<Segment>>, crowded: bool) -> Self {
         // Pausing helps nobody when the peer needs this very core. With a core for each, a rank that has to wait
         // longer sleeps instead of yielding: two that have come to share a core would go on sharing it.
-        let patience = if members.len() > cores {
+        let patience = if crowded {
             Patience { spins: 0, yields: 40 }
         } else {
             Patience { spins: 1000, yields: 0 }
@@ -67,6 +71,7 @@ impl Arena {
         let lines = vec![[0; INLINE_WORDS]; members.len()];
         Self {
             me,
+            names,
             members,
             tick: 0,
             location: Location::PLAIN,
@@ -82,26 +87,48 @@ impl Arena {
     }
 
     /// The members' indices but this one's, starting after it so that not all read the same memory first.
-    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+    pub fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, ranks) = (self.me, self.members.len());
         (1..ranks).map(move |distance| (me + distance) % ranks)
     }
 
     /// The next tick's own staging buffer.
-    fn next_stage(&self) -> *mut u8 {
+    pub fn next_stage(&self) -> *mut u8 {
         self.own().stage(self.tick.wrapping_add(1))
     }
 
     /// Publishes what this rank has staged and waits for everybody's.
     fn tick(&mut self, ticket: &mut Ticket<'_>) -> Result<()> {
+        self.publish(ticket);
+        self.complete(ticket)
+    }
+
+    fn publish(&self, ticket: &Ticket<'_>) {
         let tick = self.tick.wrapping_add(1);
-        let signature = ticket.call.signature();
         let own = self.own();
         let line = own.board().line(tick);
-        line.signature.store(signature, Ordering::Relaxed);
+        line.signature.store(ticket.call.signature(), Ordering::Relaxed);
         line.location.store(self.location.word(), Ordering::Relaxed);
         own.set_call(tick, ticket.call.words());
         own.board().publish(tick);
+    }
+
+    /// The first half of [`Self::meet`]: tells the others that this rank is there, and does not wait.
+    pub fn announce(&mut self, ticket: &Ticket<'_>, location: Location) {
+        self.location = location;
+        self.publish(ticket);
+    }
+
+    /// Whether all have announced themselves.
+    pub fn is_complete(&self) -> bool {
+        let tick = self.tick.wrapping_add(1);
+        self.members.iter().all(|member| member.board().has(tick))
+    }
+
+    /// The second half of [`Self::meet`]: waits for everybody.
+    pub fn complete(&mut self, ticket: &mut Ticket<'_>) -> Result<()> {
+        let tick = self.tick.wrapping_add(1);
+        let signature = ticket.call.signature();
         let mut agreed = true;
         for peer in self.others() {
             let board = self.members[peer].board();
@@ -113,12 +140,13 @@ impl Arena {
     }
 
     fn missing(&self, tick: u32) -> Vec<usize> {
-        self.others().filter(|peer| !self.members[*peer].board().has(tick)).collect()
+        let missing = self.others().filter(|peer| !self.members[*peer].board().has(tick));
+        missing.map(|peer| self.names[peer]).collect()
     }
 
     #[cold]
     fn disagree(&self, ticket: &Ticket<'_>) -> Error {
-        let names = ticket.health.names.iter().copied();
+        let names = self.names.iter().map(|rank| ticket.health.name(*rank));
         let calls: Vec<(usize, String)> =
             names.zip(self.members.iter().map(|member| member.call(self.tick))).collect();
         ticket.fail(FailureKind::Mismatch, disagreement(&calls))
@@ -129,7 +157,7 @@ impl Arena {
         Location::from_word(line.location.load(Ordering::Relaxed))
     }
 
-    fn common(&self, buckets: &Buckets) -> Common {
+    pub fn common(&self, buckets: &Buckets) -> Common {
         let own = self.location_of(self.me);
         let all = |same: &dyn Fn(Location) -> bool| {
             self.others().all(|peer| same(self.location_of(peer)))
@@ -149,8 +177,66 @@ impl Arena {
     }
 
     pub fn barrier(&mut self, ticket: &mut Ticket<'_>) -> Result<()> {
-        self.location = Location::PLAIN;
+        self.meet(ticket, Location::PLAIN)
+    }
+
+    /// One tick: everybody is there, has called the same, and tells where its tensor lies.
+    pub fn meet(&mut self, ticket: &mut Ticket<'_>, location: Location) -> Result<()> {
+        self.location = location;
         self.tick(ticket)
+    }
+
+    /// How many members there are.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The member that this rank is.
+    pub fn me(&self) -> usize {
+        self.me
+    }
+
+    /// A member's staging buffer of the last tick.
+    pub fn stage(&self, member: usize) -> *mut u8 {
+        self.members[member].stage(self.tick)
+    }
+
+    /// Both staging buffers of a member, one after the other.
+    pub fn stages(&self, member: usize) -> *mut u8 {
+        self.members[member].stage(0)
+    }
+
+    /// Which of them is that of the next tick.
+    pub fn next_parity(&self) -> usize {
+        (self.tick.wrapping_add(1) & 1) as usize
+    }
+
+    /// Where a member's part of a bucket is, from the place on that this rank's tensor has in it.
+    pub fn registered(&self, memory: &BucketMemory, member: usize) -> *mut u8 {
+        memory.at(self.names[member], self.location.offset())
+    }
+
+    /// Combines everybody's tensor into this rank's, whole, on every rank, in one exchange if it fits a stage.
+    ///
+    /// # Safety
+    /// As [`Self::all_reduce`].
+    pub unsafe fn combine_whole(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        steps: &Steps,
+        tensor: *mut u8,
+    ) -> Result<()> {
+        self.location = Location::PLAIN;
+        if ticket.call.bytes() <= 8 * INLINE_WORDS {
+            // SAFETY: the caller's contract.
+            return unsafe { self.all_reduce_inline(ticket, steps, tensor) };
+        }
+        let (count, elements) = (ticket.call.count, STAGE_BYTES / ticket.call.dtype.size());
+        let chunks: Vec<Range<usize>> = (0..count.div_ceil(elements))
+            .map(|index| index * elements..((index + 1) * elements).min(count))
+            .collect();
+        // SAFETY: the caller's contract.
+        unsafe { self.all_reduce_staged(ticket, steps, &chunks, tensor, false, false) }
     }
 
     /// Reduces `call.count` elements at `tensor`, on every rank. Registered tensors are tried in place first;
@@ -363,7 +449,7 @@ impl Arena {
         let mine = self.slice(call, &(0..call.count), self.me);
         let start = offset + mine.start * call.dtype.size();
         self.targets.clear();
-        self.targets.extend((0..self.members.len()).map(|member| memory.at(member, start)));
+        self.targets.extend(self.names.iter().map(|name| memory.at(*name, start)));
         self.sources.clear();
         self.sources.extend(self.targets.iter().map(|target| target.cast_const()));
         // SAFETY: the caller's contract.
@@ -409,7 +495,7 @@ impl Arena {
                 }
                 Common::Bucket { memory, .. } => {
                     for peer in self.others() {
-                        let from = memory.at(peer, self.location_of(peer).offset());
+                        let from = memory.at(self.names[peer], self.location_of(peer).offset());
                         // SAFETY: the peer published that its range lies there, and waits.
                         unsafe {
                             let to = output.add(ranges[peer].start);

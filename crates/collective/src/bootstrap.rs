@@ -10,6 +10,7 @@ use crate::{
     fork::Registered,
     frame::{Hello, Purpose},
     health::EXPLANATION,
+    layout::Layout,
     link::pipe::PipeLink,
     mesh::{Peer, algorithms::peers_of},
     rendezvous::Rendezvous,
@@ -55,6 +56,8 @@ pub(crate) struct Member {
     pub cores: Vec<u8>,
     /// How many of them it may keep busy at once.
     pub quota: u32,
+    /// Treat all ranks alike, wherever they are.
+    pub flat: bool,
 }
 
 impl Member {
@@ -62,6 +65,7 @@ impl Member {
         let mut bytes = Vec::new();
         bytes.extend(self.token);
         bytes.extend(self.quota.to_le_bytes());
+        bytes.push(u8::from(self.flat));
         let texts = [&self.host, &self.place, &self.socket].map(String::as_bytes);
         for field in texts.into_iter().chain([&self.certificate[..], &self.cores]) {
             bytes.extend((field.len() as u16).to_le_bytes());
@@ -77,7 +81,8 @@ impl Member {
 
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (token, rest) = bytes.split_first_chunk::<16>()?;
-        let (quota, mut rest) = rest.split_first_chunk::<4>()?;
+        let (quota, rest) = rest.split_first_chunk::<4>()?;
+        let (flat, mut rest) = rest.split_first()?;
         let mut field = || {
             let (length, after) = rest.split_first_chunk::<2>()?;
             let (field, after) =
@@ -89,20 +94,34 @@ impl Member {
         let (host, place, socket) = (text()?, text()?, text()?);
         let (certificate, cores) = (field()?, field()?);
         let quota = u32::from_le_bytes(*quota);
-        Some(Self { host, place, socket, token: *token, certificate, cores, quota })
+        let flat = match flat {
+            0 => false,
+            1 => true,
+            _ => return None,
+        };
+        Some(Self { host, place, socket, token: *token, certificate, cores, quota, flat })
+    }
+
+    /// The machine it runs on, whatever its network namespace.
+    fn machine(&self) -> &str {
+        self.place.split('/').next().unwrap_or(&self.place)
     }
 }
 
 /// Everything a group is made of.
 pub(crate) struct Connected {
     pub hosts: Vec<String>,
-    /// The cores that the ranks of a host may use together; of the host with the fewest.
+    /// The cores that the ranks of a machine may use together; of the machine with the fewest.
     pub cores: usize,
+    /// Some machine has more ranks than cores.
+    pub crowded: bool,
     pub neighbours: Vec<Option<Arc<Segment>>>,
     /// To every neighbour, for descriptors of later buckets.
     pub channels: Vec<Option<Channel>>,
     /// Every pair shares memory.
     pub shared: bool,
+    /// Who is where, if hosts have several ranks and these are not to be treated alike.
+    pub layout: Option<Layout>,
     pub peers: Vec<Option<Peer>>,
     pub near: Vec<Near>,
     pub remote: Vec<Remote>,
@@ -141,6 +160,8 @@ pub(crate) struct Wishes<'a> {
     pub host: Option<String>,
     pub address: Option<IpAddr>,
     pub share_memory: bool,
+    pub memory_domain: Option<String>,
+    pub flat: bool,
     pub limit: Duration,
     /// Links between the lowest rank and every other, instead of those that collectives need.
     pub star: bool,
@@ -212,12 +233,16 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         near: Listener::new(listener).map_err(|error| Error::system("a listener", error))?,
         far: None,
     };
+    let (cores, crowded) = cores(&members);
+    let flat = members.iter().any(|member| member.flat);
     let mut connected = Connected {
         hosts: members.iter().map(|member| member.host.clone()).collect(),
-        cores: cores(&members),
+        cores,
+        crowded,
         neighbours: (0..size).map(|_| None).collect(),
         channels: (0..size).map(|_| None).collect(),
         shared,
+        layout: if flat { None } else { Layout::find(size, shares) },
         peers: (0..size).map(|_| None).collect(),
         near: Vec::new(),
         remote: Vec::new(),
@@ -232,10 +257,12 @@ fn try_connect(rendezvous: &dyn Rendezvous, wishes: &Wishes<'_>) -> Result<Conne
         connected.channels[rank] = Some(channel);
     }
     if !shared || wishes.star {
-        let peers = match wishes.star {
-            false => peers_of(me, size),
-            true if me == 0 => (1..size).collect(),
-            true => BTreeSet::from([0]),
+        let peers = match (&connected.layout, wishes.star) {
+            (_, true) if me == 0 => (1..size).collect(),
+            (_, true) => BTreeSet::from([0]),
+            // What has no hierarchical form treats all ranks alike.
+            (Some(layout), _) => &layout.peers(me) | &peers_of(me, size),
+            (None, _) => peers_of(me, size),
         };
         let (near, far): (Vec<usize>, Vec<usize>) =
             peers.iter().partition(|peer| shares(me, **peer));
@@ -268,7 +295,8 @@ fn introduce(wishes: &Wishes<'_>) -> Result<(Member, UnixListener)> {
         .host
         .clone()
         .unwrap_or_else(|| rustix::system::uname().nodename().to_string_lossy().into_owned());
-    let place = if wishes.share_memory { place(&socket) } else { socket.clone() };
+    let mut place = if wishes.share_memory { place(&socket) } else { socket.clone() };
+    place.extend(wishes.memory_domain.iter().map(|domain| format!("/{domain}")));
     let set = rustix::thread::sched_getaffinity(None).unwrap_or_default();
     let mut cores = vec![0; CpuSet::MAX_CPU / 8];
     for core in (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)) {
@@ -277,23 +305,44 @@ fn introduce(wishes: &Wishes<'_>) -> Result<(Member, UnixListener)> {
     let quota = thread::available_parallelism().map_or(1, usize::from) as u32;
     let certificate = wishes.security.certificate().to_vec();
     let token = token.try_into().unwrap_or_default();
-    Ok((Member { host, place, socket, token, certificate, cores, quota }, listener))
+    let flat = wishes.flat;
+    Ok((Member { host, place, socket, token, certificate, cores, quota, flat }, listener))
 }
 
-/// How many cores the ranks of a host have together, where that is least. Ranks that are bound to a core each have
-/// as many as there are ranks; a quota below what a rank is bound to holds for all of them.
-fn cores(members: &[Member]) -> usize {
+/// How many cores the ranks of a machine have together, where that is least, and whether they are fewer than ranks
+/// anywhere. Ranks that are bound to a core each have as many as there are ranks. A quota below what a rank is bound to
+/// holds for all at its place, such as a container; places of one machine share its cores.
+fn cores(members: &[Member]) -> (usize, bool) {
     let count = |cores: &[u8]| cores.iter().map(|byte| byte.count_ones() as usize).sum::<usize>();
-    let of_host = |place: &str| {
-        let here = || members.iter().filter(|member| member.place == place);
+    let together = |here: &[&Member]| {
         let mut union = vec![0; CpuSet::MAX_CPU / 8];
-        for member in here() {
+        for member in here {
             union.iter_mut().zip(&member.cores).for_each(|(all, own)| *all |= own);
         }
-        let limited = here().filter(|member| (member.quota as usize) < count(&member.cores));
-        limited.map(|member| member.quota as usize).chain([count(&union)]).min().unwrap_or(1)
+        count(&union)
     };
-    members.iter().map(|member| of_host(&member.place)).min().unwrap_or(1).max(1)
+    let mut machines: BTreeMap<&str, BTreeMap<&str, Vec<&Member>>> = BTreeMap::new();
+    for member in members {
+        let places = machines.entry(member.machine()).or_default();
+        places.entry(&member.place).or_default().push(member);
+    }
+    let (mut fewest, mut crowded) = (usize::MAX, false);
+    for places in machines.values() {
+        let mut allowed = 0;
+        for here in places.values() {
+            let limited = here.iter().map(|member| (member.quota as usize, count(&member.cores)));
+            let quota =
+                limited.filter(|(quota, bound)| quota < bound).map(|(quota, _)| quota).min();
+            let cores = together(here).min(quota.unwrap_or(usize::MAX)).max(1);
+            crowded |= here.len() > cores;
+            allowed += cores;
+        }
+        let everybody: Vec<&Member> = places.values().flatten().copied().collect();
+        let cores = together(&everybody).min(allowed).max(1);
+        crowded |= everybody.len() > cores;
+        fewest = fewest.min(cores);
+    }
+    (if members.is_empty() { 1 } else { fewest }, crowded)
 }
 
 /// Boot id and network namespace; something nobody else has where they cannot be read.
@@ -617,14 +666,38 @@ mod tests {
             certificate: vec![1, 2, 3],
             cores: vec![0b11],
             quota: 16,
+            flat: false,
         };
         assert_eq!(Member::decode(&member.encode()), Some(member.clone()));
         assert_eq!(Member::decode(&member.encode()[..30]), None);
-        let other = Member { cores: vec![0b110], ..member.clone() };
-        assert_eq!(cores(&[member.clone(), other.clone()]), 3);
-        let throttled = Member { quota: 1, ..member.clone() };
-        assert_eq!(cores(&[throttled, other.clone()]), 1);
-        let elsewhere = Member { place: "boot/1".into(), cores: vec![1], ..member.clone() };
-        assert_eq!(cores(&[member, other, elsewhere]), 1);
+    }
+
+    #[test]
+    fn cores_are_counted_by_machine() {
+        let member = |place: &str, cores: u8, quota| Member {
+            host: "node-1".into(),
+            place: place.into(),
+            socket: "deuteron-00".into(),
+            token: [7; 16],
+            certificate: Vec::new(),
+            cores: vec![cores],
+            quota,
+            flat: false,
+        };
+        let (one, other) = (member("boot/4026", 0b11, 16), member("boot/4026", 0b110, 16));
+        assert_eq!(cores(&[one.clone(), other.clone()]), (3, false));
+        let throttled = member("boot/4026", 0b11, 1);
+        assert_eq!(cores(&[throttled, other.clone()]), (1, true));
+        let elsewhere = member("reboot/1", 1, 16);
+        assert_eq!(cores(&[one.clone(), other.clone(), elsewhere]), (1, false));
+        // Another network namespace is not another machine.
+        let beside = member("boot/1", 0b11, 16);
+        assert_eq!(cores(&[one.clone(), one.clone(), beside.clone()]), (2, true));
+        assert_eq!(cores(&[one, other, beside]), (3, false));
+        // Containers have their own quotas, and the machine's cores between them.
+        let contained = |place: &str| member(place, 0xff, 2);
+        let [a, b] = [contained("boot/1"), contained("boot/2")];
+        assert_eq!(cores(&[a.clone(), a.clone(), b.clone(), b.clone()]), (4, false));
+        assert_eq!(cores(&[a.clone(), a.clone(), a, b]), (4, true));
     }
 }

@@ -334,6 +334,7 @@ fn a_member(random: &mut Random) -> Member {
         certificate: random.bytes(1_000),
         cores: random.bytes(40),
         quota: random.next() as u32,
+        flat: random.next() % 2 == 1,
     }
 }
 

@@ -23,6 +23,7 @@ use crate::{
         handover::{Channel, single},
         mapping::Mapping,
     },
+    tiers::Tiered,
     tune::{self, Tuned},
     watch::Watch,
 };
@@ -104,6 +105,27 @@ enum Way {
     Alone,
     Shared(Arena),
     Linked(Mesh),
+    Tiered(Box<Tiered>),
+}
+
+impl Way {
+    /// The links of a group that does not share all memory, for calls that treat all ranks alike.
+    fn links(&mut self) -> Option<&mut Mesh> {
+        match self {
+            Self::Alone | Self::Shared(_) => None,
+            Self::Linked(mesh) => Some(mesh),
+            Self::Tiered(tiered) => Some(tiered.mesh()),
+        }
+    }
+
+    fn barrier(&mut self, ticket: &mut Ticket<'_>) -> Result<()> {
+        match self {
+            Self::Alone => Ok(()),
+            Self::Shared(arena) => arena.barrier(ticket),
+            Self::Linked(mesh) => mesh.barrier(ticket),
+            Self::Tiered(tiered) => tiered.barrier(ticket),
+        }
+    }
 }
 
 impl fmt::Debug for Group {
@@ -147,26 +169,29 @@ impl Group {
             host: options.host.clone(),
             address: options.address,
             share_memory: options.share_memory,
+            memory_domain: options.memory_domain.clone(),
+            flat: options.flat,
             limit: options.start_limit,
             star: false,
         };
         fork::watch();
         let (rank, size) = (rendezvous.rank(), rendezvous.size());
-        let Connected {
-            hosts,
-            cores,
-            neighbours,
-            channels,
-            shared,
-            peers,
-            near,
-            remote,
-            directory,
-        } = bootstrap::connect(rendezvous, &wishes)?;
+        let connected = bootstrap::connect(rendezvous, &wishes)?;
+        let Connected { hosts, cores, crowded, neighbours, channels, directory, .. } = connected;
+        let Connected { shared, layout, peers, near, remote, .. } = connected;
+        let tiered = layout.is_some();
+        let arena = |me: usize, names: Vec<usize>| {
+            let members = names.iter().filter_map(|rank| neighbours[*rank].clone()).collect();
+            Arena::new(me, names, members, crowded)
+        };
         let way = if size == 1 {
             Way::Alone
         } else if shared {
-            Way::Shared(Arena::new(rank, neighbours.iter().flatten().cloned().collect(), cores))
+            Way::Shared(arena(rank, (0..size).collect()))
+        } else if let Some(layout) = layout {
+            let (host, place) = layout.place(rank);
+            let arena = arena(place, layout.host(host).to_vec());
+            Way::Tiered(Box::new(Tiered::new(rank, layout, arena, Mesh::new(rank, peers))))
         } else {
             Way::Linked(Mesh::new(rank, peers))
         };
@@ -184,7 +209,7 @@ impl Group {
         };
         let inner = Inner {
             health,
-            topology: Topology { ranks: size, shared, cores },
+            topology: Topology { ranks: size, shared, cores, tiered },
             members,
             forks: fork::forks(),
             making: Mutex::default(),
@@ -309,6 +334,15 @@ impl Group {
                 let plan = self.explain(call.kind, call.bytes(), false);
                 mesh.all_reduce(&mut ticket, &plan, bytes)
             }
+            Way::Tiered(tiered) => {
+                let plan = self.explain(call.kind, call.bytes(), false);
+                let place = self.place(&call, bytes.as_ptr(), buckets);
+                // SAFETY: the slice is borrowed mutably for the whole call.
+                unsafe {
+                    let (tensor, thresholds) = (bytes.as_mut_ptr(), &self.thresholds);
+                    tiered.all_reduce(&mut ticket, &plan, thresholds, tensor, place)
+                }
+            }
         }
     }
 
@@ -381,6 +415,9 @@ impl Group {
                 unsafe { arena.gather(&mut ticket, &plan, tensor, tensor, &ranges, place)? };
             }
             Way::Linked(mesh) => mesh.broadcast(&mut ticket, &plan, bytes)?,
+            Way::Tiered(tiered) => {
+                tiered.broadcast(&mut ticket, &plan, &self.thresholds, bytes)?;
+            }
         }
         make_valid(call.dtype, bytes);
         Ok(())
@@ -395,11 +432,7 @@ impl Group {
     pub(crate) fn meet(&self, call: &Call) -> Result<()> {
         let mut parts = self.enter(call)?;
         let mut ticket = self.ticket(call);
-        match &mut parts.way {
-            Way::Alone => Ok(()),
-            Way::Shared(arena) => arena.barrier(&mut ticket),
-            Way::Linked(mesh) => mesh.barrier(&mut ticket),
-        }
+        parts.way.barrier(&mut ticket)
     }
 
     /// Makes memory of the group for `len` elements, zeroed: what lies in it is reduced in place. Every rank
@@ -411,9 +444,9 @@ impl Group {
         let made = Mapping::create("deuteron-bucket", call.bytes().max(1));
         let Parts { way, buckets, channels } = &mut *parts;
         let mut theirs: Vec<Option<Mapping>> = channels.iter().map(|_| None).collect();
-        if let Way::Shared(arena) = way {
-            // All agree on the call, and that memory could be had everywhere, before descriptors travel.
-            arena.barrier(&mut ticket)?;
+        // All agree on the call, and that memory could be had everywhere, before descriptors travel.
+        way.barrier(&mut ticket)?;
+        if matches!(way, Way::Shared(_) | Way::Tiered(_)) {
             let system = |context: String, error: rustix::io::Errno| {
                 self.abort(&format!("{context}: {error}"));
                 Error::system(context, error)
@@ -449,9 +482,7 @@ impl Group {
                 };
                 theirs[rank] = Some(mapping);
             }
-            arena.barrier(&mut ticket)?;
-        } else if let Way::Linked(mesh) = way {
-            mesh.barrier(&mut ticket)?;
+            way.barrier(&mut ticket)?;
         }
         let (_, own) = made.map_err(|error| {
             Error::system(format!("no memory for a bucket of {} bytes", call.bytes()), error)
@@ -484,6 +515,10 @@ impl Group {
             Way::Linked(mesh) => {
                 output[ranges[self.rank()].clone()].copy_from_slice(input);
                 mesh.all_gather(&mut ticket, ranges, output)?;
+            }
+            Way::Tiered(tiered) => {
+                output[ranges[self.rank()].clone()].copy_from_slice(input);
+                tiered.all_gather(&mut ticket, ranges, output)?;
             }
         }
         make_valid(call.dtype, output);
@@ -522,6 +557,8 @@ impl Group {
             host: options.host.clone(),
             address: options.address,
             share_memory: options.share_memory,
+            memory_domain: options.memory_domain.clone(),
+            flat: options.flat,
             limit: options.start_limit,
             star: true,
         };
@@ -533,7 +570,7 @@ impl Group {
     fn place<'a>(&self, call: &Call, tensor: *const u8, buckets: &'a Buckets) -> Place<'a> {
         let plan = self.explain(call.kind, call.bytes(), true);
         let location = match plan.algorithm {
-            Algorithm::InPlace => buckets.locate(tensor, call.bytes()),
+            Algorithm::InPlace | Algorithm::TieredShares => buckets.locate(tensor, call.bytes()),
             _ => Location::PLAIN,
         };
         Place { location, buckets }

@@ -14,6 +14,7 @@
 //! | `arena`, `shm` | collectives in shared memory, and the protocol under them |
 //! | `mesh`, `link` | collectives over streams of bytes, and the streams |
 //! | `pair` | links between two ranks, made when they are first needed |
+//! | `tiers`, `layout` | collectives among hosts with several ranks: shared memory inside, links between |
 //! | `kernel` | the arithmetic |
 //! | `bootstrap`, `accept`, `security`, `rendezvous` | how ranks meet and come to trust each other |
 //! | `health`, `watch`, `process`, `fork` | who is alive, and how everybody learns who is not |
@@ -36,6 +37,7 @@ mod fuzz;
 mod group;
 mod health;
 mod kernel;
+mod layout;
 mod link;
 mod mesh;
 mod options;
@@ -48,6 +50,7 @@ mod security;
 mod shares;
 mod shm;
 mod subgroup;
+mod tiers;
 pub mod tune;
 mod watch;
 

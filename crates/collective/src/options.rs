@@ -17,6 +17,8 @@ pub struct GroupOptions {
     pub(crate) address: Option<IpAddr>,
     pub(crate) host: Option<String>,
     pub(crate) share_memory: bool,
+    pub(crate) memory_domain: Option<String>,
+    pub(crate) flat: bool,
     pub(crate) limit: Option<Duration>,
     pub(crate) start_limit: Duration,
     pub(crate) heartbeat: Heartbeat,
@@ -31,6 +33,8 @@ impl Default for GroupOptions {
             address: None,
             host: None,
             share_memory: true,
+            memory_domain: None,
+            flat: false,
             limit: None,
             start_limit: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
@@ -59,6 +63,16 @@ impl GroupOptions {
     /// Whether to look for ranks on this host to share memory with. Off, everything goes over TCP.
     pub fn share_memory(self, share_memory: bool) -> Self {
         Self { share_memory, ..self }
+    }
+
+    /// Shares memory only with ranks of the same domain: one host taken for several.
+    pub fn memory_domain(self, name: impl Into<String>) -> Self {
+        Self { memory_domain: Some(name.into()), ..self }
+    }
+
+    /// Treats all ranks alike even where hosts have several each, if any rank asks for it: for comparison.
+    pub fn flat(self, flat: bool) -> Self {
+        Self { flat, ..self }
     }
 
     /// The most that a call may wait. By default it waits as long as every rank is alive.

@@ -33,6 +33,10 @@ pub enum Algorithm {
     Pairwise,
     /// One stream between two ranks.
     Direct,
+    /// Hosts with several ranks: each rank combines its host's tensors and exchanges whole vectors with its counterparts.
+    TieredWhole,
+    /// Hosts with several ranks: shared memory inside, and each rank carries its share between hosts.
+    TieredShares,
 }
 
 /// What a plan depends on besides the call.
@@ -42,8 +46,10 @@ pub struct Topology {
     pub ranks: usize,
     /// Every pair of ranks shares memory.
     pub shared: bool,
-    /// Cores that the ranks of this host may use.
+    /// Cores that the ranks of a machine may use.
     pub cores: usize,
+    /// There are several hosts, some of them with several ranks, and all pairs of a host share memory.
+    pub tiered: bool,
 }
 
 /// Where one algorithm gives way to the next, in bytes.
@@ -66,6 +72,10 @@ pub struct Thresholds {
     pub halving: usize,
     /// Tree for a broadcast up to this; around the ring above.
     pub tree: usize,
+    /// Where hosts have several ranks, whole vectors between them up to this.
+    pub tiered_whole: usize,
+    /// Chunk of what is divided among the ranks of a host; 512 KiB at most.
+    pub tiered_chunk: usize,
 }
 
 impl Default for Thresholds {
@@ -79,6 +89,8 @@ impl Default for Thresholds {
             doubling: 10 << 10,
             halving: 512 << 10,
             tree: 64 << 10,
+            tiered_whole: 10 << 10,
+            tiered_chunk: 512 << 10,
         }
     }
 }
@@ -98,7 +110,7 @@ pub struct Plan {
 ///
 /// ```
 /// use deuteron_collective::plan::{Algorithm, Kind, Thresholds, Topology, choose};
-/// let laptop = Topology { ranks: 4, shared: true, cores: 2 };
+/// let laptop = Topology { ranks: 4, shared: true, cores: 2, tiered: false };
 /// let plan = choose(Kind::AllReduce, 1 << 20, true, &laptop, &Thresholds::default());
 /// assert_eq!(plan.algorithm, Algorithm::InPlace);
 /// ```
@@ -109,9 +121,11 @@ pub fn choose(
     topology: &Topology,
     thresholds: &Thresholds,
 ) -> Plan {
-    let Topology { ranks, shared, cores } = *topology;
+    let Topology { ranks, shared, cores, tiered } = *topology;
     let crowded = ranks > cores;
-    let (one_shot, chunk) = if crowded {
+    let (one_shot, chunk) = if tiered {
+        (0, thresholds.tiered_chunk)
+    } else if crowded {
         (thresholds.one_shot_crowded, thresholds.chunk_crowded)
     } else {
         (thresholds.one_shot, thresholds.chunk)
@@ -145,6 +159,22 @@ pub fn choose(
             Algorithm::TwoShot,
             "large: each rank reduces one slice, so that nothing is read twice",
         ),
+        (false, Kind::Barrier | Kind::Bucket | Kind::Subgroup) if tiered => {
+            (Algorithm::TieredWhole, "one exchange inside each host, one between hosts")
+        }
+        (false, Kind::AllReduce | Kind::Broadcast)
+            if tiered && bytes <= thresholds.tiered_whole =>
+        {
+            (Algorithm::TieredWhole, "small: one exchange inside each host, one between hosts")
+        }
+        (false, Kind::AllReduce | Kind::AllGather | Kind::AllGatherVaried | Kind::Broadcast)
+            if tiered =>
+        {
+            (
+                Algorithm::TieredShares,
+                "hosts have several ranks: each byte crosses between them once",
+            )
+        }
         (false, Kind::AllReduce | Kind::Barrier | Kind::Bucket | Kind::Subgroup)
             if bytes <= thresholds.doubling =>
         {
@@ -180,13 +210,14 @@ mod tests {
     use super::*;
     use Algorithm::{
         Alone, Direct, Halving, HalvingDoubling, InPlace, Inline, OneShot, Pairwise,
-        RecursiveDoubling, Ring, Tree, TwoShot,
+        RecursiveDoubling, Ring, TieredShares, TieredWhole, Tree, TwoShot,
     };
 
     #[test]
     fn every_band_has_its_algorithm() {
-        let host = |ranks| Topology { ranks, shared: true, cores: 8 };
-        let hosts = |ranks| Topology { ranks, shared: false, cores: 8 };
+        let host = |ranks| Topology { ranks, shared: true, cores: 8, tiered: false };
+        let hosts = |ranks| Topology { ranks, shared: false, cores: 8, tiered: false };
+        let tiered = Topology { tiered: true, ..hosts(4) };
         let cases = [
             (Kind::AllReduce, 1 << 30, false, host(1), Alone),
             (Kind::AllReduce, 40, true, host(2), Inline),
@@ -219,6 +250,15 @@ mod tests {
             (Kind::AllToAllVaried, 4, false, hosts(8), Pairwise),
             (Kind::Send, 4, false, host(8), Direct),
             (Kind::Receive, 4, false, hosts(8), Direct),
+            (Kind::AllReduce, 10 << 10, true, tiered, TieredWhole),
+            (Kind::AllReduce, (10 << 10) + 1, true, tiered, TieredShares),
+            (Kind::AllReduce, 1 << 20, false, tiered, TieredShares),
+            (Kind::AllGather, 4, false, tiered, TieredShares),
+            (Kind::Broadcast, 4, false, tiered, TieredWhole),
+            (Kind::Broadcast, 1 << 20, false, tiered, TieredShares),
+            (Kind::Barrier, 0, false, tiered, TieredWhole),
+            (Kind::ReduceScatter, 1 << 20, false, tiered, Ring),
+            (Kind::AllToAll, 1 << 20, false, tiered, Pairwise),
         ];
         for (kind, bytes, registered, topology, expected) in cases {
             let plan = choose(kind, bytes, registered, &topology, &Thresholds::default());
@@ -233,7 +273,7 @@ mod tests {
     #[test]
     fn thresholds_that_cannot_work_are_corrected() {
         let silly = Thresholds { inline: 1000, chunk: 0, ..Thresholds::default() };
-        let topology = Topology { ranks: 2, shared: true, cores: 2 };
+        let topology = Topology { ranks: 2, shared: true, cores: 2, tiered: false };
         let plan = choose(Kind::AllReduce, 41, false, &topology, &silly);
         assert_eq!((plan.algorithm, plan.chunk), (OneShot, MIN_CHUNK));
     }
@@ -241,7 +281,7 @@ mod tests {
     #[test]
     fn crowded_ranks_exchange_less_often() {
         let chunk = |cores| {
-            let topology = Topology { ranks: 4, shared: true, cores };
+            let topology = Topology { ranks: 4, shared: true, cores, tiered: false };
             choose(Kind::AllReduce, 1 << 20, false, &topology, &Thresholds::default()).chunk
         };
         assert!(chunk(2) > chunk(4));

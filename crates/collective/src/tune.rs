@@ -226,7 +226,7 @@ pub struct Tuned {
 ///
 /// ```
 /// use deuteron_collective::{plan::{Thresholds, Topology}, tune::{Constants, decide}};
-/// let topology = Topology { ranks: 4, shared: true, cores: 8 };
+/// let topology = Topology { ranks: 4, shared: true, cores: 8, tiered: false };
 /// let (thresholds, decisions) = decide(&Constants::UNKNOWN, &topology);
 /// assert_eq!(thresholds, Thresholds::default());
 /// assert!(decisions.iter().all(|decision| decision.reason.contains("the default")));
@@ -239,7 +239,7 @@ pub fn decide(constants: &Constants, topology: &Topology) -> (Thresholds, Vec<De
         decisions.push(Decision { name, bytes, reason });
         bytes
     };
-    let Topology { ranks, shared, cores } = *topology;
+    let Topology { ranks, shared, cores, .. } = *topology;
     if ranks == 1 {
         return (thresholds, decisions);
     }
@@ -410,8 +410,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const HOST: Topology = Topology { ranks: 4, shared: true, cores: 8 };
-    const HOSTS: Topology = Topology { ranks: 4, shared: false, cores: 8 };
+    const HOST: Topology = Topology { ranks: 4, shared: true, cores: 8, tiered: false };
+    const HOSTS: Topology = Topology { ranks: 4, shared: false, cores: 8, tiered: false };
 
     fn contest(small: (f64, f64), large: (f64, f64)) -> Contest {
         let cost = |(fixed, byte)| Cost { fixed, byte };
@@ -502,8 +502,10 @@ mod tests {
 
     #[test]
     fn one_rank_has_nothing_to_tune() {
-        let (thresholds, decisions) =
-            decide(&Constants::UNKNOWN, &Topology { ranks: 1, shared: true, cores: 1 });
+        let (thresholds, decisions) = decide(
+            &Constants::UNKNOWN,
+            &Topology { ranks: 1, shared: true, cores: 1, tiered: false },
+        );
         assert_eq!((thresholds, decisions), (Thresholds::default(), Vec::new()));
     }
 
@@ -525,7 +527,7 @@ mod tests {
             let constants = Constants::from_numbers(&numbers);
             let same = constants.numbers().map(f64::to_bits) == numbers.map(f64::to_bits);
             prop_assert!(same);
-            let (thresholds, _) = decide(&constants, &Topology { ranks, shared, cores });
+            let (thresholds, _) = decide(&constants, &Topology { ranks, shared, cores, tiered: false });
             let defaults = Thresholds::default();
             let pairs = [
                 (thresholds.one_shot, defaults.one_shot),

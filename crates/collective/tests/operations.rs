@@ -336,6 +336,8 @@ fn tiny() -> Thresholds {
         doubling: 160,
         halving: 900,
         tree: 260,
+        tiered_whole: 200,
+        tiered_chunk: 264,
     }
 }
 
@@ -484,11 +486,36 @@ fn small_tensors_over_pipes_and_tcp() {
     small_tensors(Over::Mixed, 80, LINKED);
 }
 
+const TIERED: &[&str] = &[
+    "AllGather TieredShares",
+    "AllGatherVaried TieredShares",
+    "AllReduce TieredShares",
+    "AllReduce TieredWhole",
+    "Barrier TieredWhole",
+    "Broadcast TieredShares",
+    "Broadcast TieredWhole",
+];
+
+#[test]
+fn small_tensors_over_hosts_with_two_ranks() {
+    small_tensors(Over::Hosts, 100, TIERED);
+}
+
+#[test]
+fn small_tensors_over_unequal_hosts() {
+    small_tensors(Over::Unequal, 100, TIERED);
+}
+
 #[test]
 fn large_tensors() {
-    for (over, cases) in
-        [(Over::SharedMemory, 16), (Over::Tcp, 10), (Over::Tls, 8), (Over::Mixed, 10)]
-    {
+    for (over, cases) in [
+        (Over::SharedMemory, 16),
+        (Over::Tcp, 10),
+        (Over::Tls, 8),
+        (Over::Mixed, 10),
+        (Over::Hosts, 12),
+        (Over::Unequal, 12),
+    ] {
         random_calls(over, cases, 8, LARGE, Thresholds::default());
     }
 }

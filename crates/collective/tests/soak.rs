@@ -177,3 +177,13 @@ fn ten_thousand_calls_over_tls() {
 fn ten_thousand_calls_over_pipes_and_tcp() {
     soak(Over::Mixed, 10_000);
 }
+
+#[test]
+fn ten_thousand_calls_over_hosts_with_two_ranks() {
+    soak(Over::Hosts, 10_000);
+}
+
+#[test]
+fn ten_thousand_calls_over_unequal_hosts() {
+    soak(Over::Unequal, 10_000);
+}

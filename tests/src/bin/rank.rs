@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `rank`, `size`, `at` | who this is, and where rank 0 listens |
 //! | `host`, `share=no`, `tls=DIR`, `plain` | options of the group |
+//! | `flat` | the rank that asks for all ranks to be treated alike |
 //! | `mode`, `who`, `for` | what rank `who` does after its third round, and for how many milliseconds |
 //! | `groups` | how many groups to make, one after the other |
 //! | `split=K` | use a sub-group of every K-th rank instead, and drop the group that it was made from |
@@ -226,7 +227,8 @@ impl Rank {
         if let Some(limit) = text("limit") {
             options = options.limit(Duration::from_millis(limit.parse().unwrap_or(0)));
         }
-        Group::connect(&held, options.share_memory(text("share") != Some("no")))
+        let flat = text("flat").is_some_and(|who| who == self.rank.to_string());
+        Group::connect(&held, options.share_memory(text("share") != Some("no")).flat(flat))
     }
 
     /// Checked calls, and the odd thing after the third round.

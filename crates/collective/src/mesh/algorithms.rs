@@ -48,10 +48,21 @@ impl Mesh {
         let (dtype, reduction) = (ticket.call.dtype, ticket.call.reduction);
         flow::prescale(dtype, reduction.prescale, tensor);
         let steps = Steps { prescale: 1.0, ..Steps::whole(reduction, self.ranks()) };
-        match plan.algorithm {
-            Algorithm::Ring => self.ring_all_reduce(ticket, &steps, tensor)?,
-            Algorithm::HalvingDoubling => self.folded(ticket, &steps, tensor, Self::halving)?,
-            _ => self.folded(ticket, &steps, tensor, Self::doubling)?,
+        self.all_reduce_part(ticket, plan.algorithm, &steps, tensor)
+    }
+
+    /// Reduces a part of the call's tensor on every rank; it is scaled already.
+    pub fn all_reduce_part(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        algorithm: Algorithm,
+        steps: &Steps,
+        tensor: &mut [u8],
+    ) -> Result<()> {
+        match algorithm {
+            Algorithm::Ring => self.ring_all_reduce(ticket, steps, tensor)?,
+            Algorithm::HalvingDoubling => self.folded(ticket, steps, tensor, Self::halving)?,
+            _ => self.folded(ticket, steps, tensor, Self::doubling)?,
         }
         self.number += 1;
         Ok(())
@@ -86,10 +97,21 @@ impl Mesh {
         plan: &Plan,
         tensor: &mut [u8],
     ) -> Result<()> {
-        if plan.algorithm == Algorithm::Tree {
-            self.tree(ticket, tensor)?;
+        self.broadcast_part(ticket, plan.algorithm, ticket.call.root, tensor)
+    }
+
+    /// The same for a part of the call's tensor, from the rank of this mesh that is `root`.
+    pub fn broadcast_part(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        algorithm: Algorithm,
+        root: usize,
+        tensor: &mut [u8],
+    ) -> Result<()> {
+        if algorithm == Algorithm::Tree {
+            self.tree(ticket, root, tensor)?;
         } else {
-            self.relay(ticket, tensor)?;
+            self.relay(ticket, root, tensor)?;
         }
         self.number += 1;
         Ok(())
@@ -140,7 +162,7 @@ impl Mesh {
         tensor: &mut [u8],
         algorithm: impl Fn(&mut Self, &mut Ticket<'_>, &Steps, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let (me, ranks, core) = (self.me, self.ranks(), core(self.ranks()));
+        let (me, ranks, core) = (self.me(), self.ranks(), core(self.ranks()));
         let all = 0..tensor.len();
         // The first and the last step of every link between a folded rank and its partner.
         let (first, last) = (0, usize::from(u16::MAX));
@@ -178,7 +200,7 @@ impl Mesh {
     ) -> Result<()> {
         let all = 0..tensor.len();
         for (step, distance) in distances(core(self.ranks())).enumerate() {
-            let partner = Some(self.me ^ distance);
+            let partner = Some(self.me() ^ distance);
             let landing = Landing::Combine(Steps::combine(steps.op));
             self.message(
                 ticket,
@@ -198,7 +220,7 @@ impl Mesh {
     fn halving(&mut self, ticket: &mut Ticket<'_>, steps: &Steps, tensor: &mut [u8]) -> Result<()> {
         let core = core(self.ranks());
         let size = ticket.call.dtype.size();
-        let (me, count) = (self.me, ticket.call.count);
+        let (me, count) = (self.me(), tensor.len() / size);
         let bytes = |pieces: &Range<usize>| {
             let start = part(count, core, pieces.start, 1).start;
             start * size..part(count, core, pieces.end - 1, 1).end * size
@@ -224,7 +246,7 @@ impl Mesh {
         tensor: &mut [u8],
         bytes: impl Fn(&Range<usize>) -> Range<usize>,
     ) -> Result<Vec<Range<usize>>> {
-        let (me, core) = (self.me, core(self.ranks()));
+        let (me, core) = (self.me(), core(self.ranks()));
         let mut kept: Vec<Range<usize>> = std::iter::once(0..core).collect();
         for (step, distance) in distances(core).rev().enumerate() {
             let now = kept[step].clone();
@@ -248,12 +270,12 @@ impl Mesh {
     ) -> Result<()> {
         let (ranks, size) = (self.ranks(), ticket.call.dtype.size());
         let ranges: Vec<Range<usize>> = (0..ranks)
-            .map(|index| part(ticket.call.count, ranks, index, 1))
+            .map(|index| part(tensor.len() / size, ranks, index, 1))
             .map(|range| range.start * size..range.end * size)
             .collect();
         self.ring(ticket, &ranges, 2 * (ranks - 1), tensor, |step| match step + 2 {
             before if before < ranks => Landing::Combine(Steps::combine(steps.op)),
-            last if last == ranks => Landing::Combine(*steps),
+            last if last == ranks => Landing::Finish(*steps),
             _ => Landing::Store,
         })
     }
@@ -268,7 +290,7 @@ impl Mesh {
         tensor: &mut [u8],
         landing: impl Fn(usize) -> Landing,
     ) -> Result<()> {
-        let (me, ranks) = (self.me, self.ranks());
+        let (me, ranks) = (self.me(), self.ranks());
         let index = |back: usize| (me + 2 * ranks - back) % ranks;
         let out = (0..steps).map(|step| ranges[index(step)].clone()).collect();
         let into =
@@ -282,8 +304,8 @@ impl Mesh {
     }
 
     /// From the root around the ring, each rank passing on what has come in.
-    fn relay(&mut self, ticket: &mut Ticket<'_>, tensor: &mut [u8]) -> Result<()> {
-        let (me, ranks, root) = (self.me, self.ranks(), ticket.call.root);
+    fn relay(&mut self, ticket: &mut Ticket<'_>, root: usize, tensor: &mut [u8]) -> Result<()> {
+        let (me, ranks) = (self.me(), self.ranks());
         let (right, left) = ((me + 1) % ranks, (me + ranks - 1) % ranks);
         let parent = Some(left).filter(|_| me != root);
         let child = Some(right).filter(|right| *right != root);
@@ -302,8 +324,8 @@ impl Mesh {
 
     /// A binomial tree over the power-of-two ranks, relabelled by exclusive or so that every root uses the same
     /// connections; the remaining ranks hang on their partners.
-    fn tree(&mut self, ticket: &mut Ticket<'_>, tensor: &mut [u8]) -> Result<()> {
-        let (me, ranks, root) = (self.me, self.ranks(), ticket.call.root);
+    fn tree(&mut self, ticket: &mut Ticket<'_>, root: usize, tensor: &mut [u8]) -> Result<()> {
+        let (me, ranks) = (self.me(), self.ranks());
         let core = core(ranks);
         let top = if root >= core { root - core } else { root };
         let (parent, mut children) = if me >= core {

@@ -43,7 +43,7 @@ impl Mesh {
             _ => self.ring_reduce_scatter(ticket, &steps, tensor, parts),
         };
         if result.is_ok() {
-            output.copy_from_slice(&tensor[parts[self.me].clone()]);
+            output.copy_from_slice(&tensor[parts[self.me()].clone()]);
             self.number += 1;
         }
         self.copy = copy;
@@ -76,7 +76,7 @@ impl Mesh {
         }
         self.barrier(ticket)?;
         Ok((0..self.ranks())
-            .filter(|rank| *rank != self.me && self.peers[*rank].is_none())
+            .filter(|rank| *rank != self.me() && self.peers[*rank].is_none())
             .collect())
     }
 
@@ -96,7 +96,7 @@ impl Mesh {
         output: &mut [u8],
         shares: &Shares,
     ) -> Result<()> {
-        let (me, ranks) = (self.me, self.ranks());
+        let (me, ranks) = (self.me(), self.ranks());
         output[shares.taken(me, me)].copy_from_slice(&input[shares.given(me, me)]);
         for step in 1..ranks {
             let (to, from) = ((me + step) % ranks, (me + ranks - step) % ranks);

@@ -7,6 +7,7 @@
 pub(crate) mod algorithms;
 mod exchange;
 mod flow;
+mod lanes;
 
 use crate::{
     call::disagreement,
@@ -16,6 +17,8 @@ use crate::{
     link::Link,
 };
 use flow::Flow;
+pub(crate) use flow::{Inside, Slots};
+pub(crate) use lanes::{Next, Supply};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     time::Timespec,
@@ -65,8 +68,15 @@ enum Trouble {
     Frame(FrameError),
 }
 
+/// The ranks that take part in a call, and this one's place among them.
+pub(crate) struct View {
+    pub me: usize,
+    pub members: Vec<usize>,
+}
+
 pub(crate) struct Mesh {
-    me: usize,
+    view: View,
+    /// Of all ranks of the group.
     peers: Vec<Option<Peer>>,
     /// Calls made so far.
     number: u64,
@@ -85,6 +95,14 @@ fn in_trouble(ticket: &Ticket<'_>, peer: usize, trouble: &Trouble) -> Error {
     }
 }
 
+/// A message in each direction on its way.
+struct Passage {
+    out: Option<Side>,
+    into: Option<Side>,
+    payload: usize,
+    expected: Header,
+}
+
 /// One direction of a message.
 struct Side {
     peer: usize,
@@ -95,15 +113,38 @@ struct Side {
 
 impl Mesh {
     pub fn new(me: usize, peers: Vec<Option<Peer>>) -> Self {
-        Self { me, peers, number: 0, scratch: Vec::new(), copy: Vec::new(), complete: false }
+        let view = View { me, members: (0..peers.len()).collect() };
+        Self { view, peers, number: 0, scratch: Vec::new(), copy: Vec::new(), complete: false }
     }
 
+    /// Runs one call's messages among some of the ranks, as if they were all. Whoever does not take part counts the call
+    /// by [`Self::count`].
+    pub fn among<R>(&mut self, view: &mut View, run: impl FnOnce(&mut Self) -> R) -> R {
+        let number = self.number;
+        std::mem::swap(&mut self.view, view);
+        let result = run(self);
+        std::mem::swap(&mut self.view, view);
+        self.number = number;
+        result
+    }
+
+    /// Notes that a call was made among some of the ranks.
+    pub fn count(&mut self) {
+        self.number += 1;
+    }
+
+    /// This rank's place among those that take part.
+    fn me(&self) -> usize {
+        self.view.me
+    }
+
+    /// How many ranks take part.
     fn ranks(&self) -> usize {
-        self.peers.len()
+        self.view.members.len()
     }
 
     fn peer(&mut self, rank: usize) -> Result<&mut Peer> {
-        let me = self.me;
+        let me = self.view.members[self.view.me];
         self.peers[rank].as_mut().ok_or_else(|| {
             Error::Bootstrap(format!("ranks {me} and {rank} are not connected, which is a bug"))
         })
@@ -128,42 +169,85 @@ impl Mesh {
         from: Option<usize>,
         flow: &mut Flow<'_>,
     ) -> Result<()> {
-        let (out_bytes, in_bytes) = (flow.bytes_out(), flow.bytes_in());
-        let header = self.header(ticket, step, out_bytes).encode();
-        let mut out = to.map(|peer| Side { peer, header, left: Header::BYTES + out_bytes });
+        let mut passage = self.begin(ticket, step, to, from, flow);
+        self.advance(ticket, &mut passage, flow)
+    }
+
+    fn begin(
+        &self,
+        ticket: &Ticket<'_>,
+        step: u16,
+        to: Option<usize>,
+        from: Option<usize>,
+        flow: &Flow<'_>,
+    ) -> Passage {
+        let (payload, in_bytes) = (flow.bytes_out(), flow.bytes_in());
+        let [to, from] = [to, from].map(|place| place.map(|place| self.view.members[place]));
+        let header = self.header(ticket, step, payload).encode();
+        let out = to.map(|peer| Side { peer, header, left: Header::BYTES + payload });
         let expected = self.header(ticket, step, in_bytes);
         let header = expected.encode();
-        let mut into = from.map(|peer| Side { peer, header, left: Header::BYTES + in_bytes });
+        let into = from.map(|peer| Side { peer, header, left: Header::BYTES + in_bytes });
+        Passage { out, into, payload, expected }
+    }
+
+    /// Moves bytes until all have come and gone, or those that the flow lets go for now.
+    fn advance(
+        &mut self,
+        ticket: &mut Ticket<'_>,
+        passage: &mut Passage,
+        flow: &mut Flow<'_>,
+    ) -> Result<()> {
         let mut idle = 0;
         loop {
-            let mut moved = false;
-            if let Some(side) = &mut out {
-                let sent = self.push(ticket, side, out_bytes, flow)?;
-                moved |= sent > 0;
-                side.left -= sent;
-                let peer = side.peer;
-                if side.left == 0 && self.flush(ticket, peer)? {
-                    out = None;
-                }
-            }
-            if let Some(side) = &mut into {
-                let received = self.pull(ticket, side, &expected, flow)?;
-                moved |= received > 0;
-                side.left -= received;
-                if side.left == 0 {
-                    into = None;
-                }
-            }
+            let moved = self.step(ticket, passage, flow)?;
+            let Passage { out, into, payload, .. } = passage;
             if out.is_none() && into.is_none() {
                 return Ok(());
             }
+            if !moved && flow.is_paused() {
+                // What was taken must leave: nobody looks after it meanwhile.
+                let peer = out.as_ref().map(|side| side.peer);
+                if peer.map_or(Ok(true), |peer| self.flush(ticket, peer))? {
+                    return Ok(());
+                }
+            }
             idle = if moved { 0 } else { idle + 1 };
             if idle > LOOKS {
-                self.park(ticket, out.as_ref(), into.as_ref(), out_bytes, flow)?;
+                self.park(ticket, out.as_ref(), into.as_ref(), *payload, flow)?;
             } else if idle > 0 {
                 std::thread::yield_now();
             }
         }
+    }
+
+    /// Moves what can be moved at once; whether there was anything.
+    fn step(
+        &mut self,
+        ticket: &Ticket<'_>,
+        passage: &mut Passage,
+        flow: &mut Flow<'_>,
+    ) -> Result<bool> {
+        let Passage { out, into, payload, expected } = passage;
+        let mut moved = false;
+        if let Some(side) = out {
+            let sent = self.push(ticket, side, *payload, flow)?;
+            moved |= sent > 0;
+            side.left -= sent;
+            let peer = side.peer;
+            if side.left == 0 && self.flush(ticket, peer)? {
+                *out = None;
+            }
+        }
+        if let Some(side) = into {
+            let received = self.pull(ticket, side, expected, flow)?;
+            moved |= received > 0;
+            side.left -= received;
+            if side.left == 0 {
+                *into = None;
+            }
+        }
+        Ok(moved)
     }
 
     fn push(
@@ -218,14 +302,18 @@ impl Mesh {
             }
         }
         while side.left > received {
-            let read = match peer.link.receive(flow.incoming()) {
+            let room = flow.incoming();
+            if room.is_empty() {
+                break; // The rest may not be touched yet.
+            }
+            let read = match peer.link.receive(room) {
                 Ok(0) => break,
                 Ok(read) => read,
                 Err(error) => return Err(ticket.broken(side.peer, &error)),
             };
             flow.received(read);
             received += read;
-            if !flow.outgoing().is_empty() {
+            if flow.is_ready() {
                 break; // Something can go out because of it: keep both directions busy.
             }
         }
@@ -249,11 +337,13 @@ impl Mesh {
         for (rank, peer) in self.peers.iter_mut().enumerate() {
             let Some(peer) = peer else { continue };
             let sends = out.is_some_and(|side| {
-                side.peer == rank
-                    && (side.left > payload || !flow.outgoing().is_empty() || side.left == 0)
+                side.peer == rank && (side.left > payload || flow.is_ready() || side.left == 0)
             });
             let needed = into.is_some_and(|side| side.peer == rank);
-            let receives = needed || (peer.pending.is_none() && peer.broken.is_none());
+            let receives = match needed {
+                true => flow.is_waiting(),
+                false => peer.pending.is_none() && peer.broken.is_none(),
+            };
             if !sends && !receives {
                 continue;
             }

@@ -15,12 +15,17 @@ pub enum Over {
     SharedMemory,
     Tcp,
     Tls,
-    /// Every third rank shares no memory: pipes among the others, TCP to and from it.
+    /// Every third rank shares no memory, and all are treated alike: pipes among the others, TCP to and from it.
     Mixed,
+    /// Hosts of two ranks each (the last has one if there is an odd number): shared memory inside, TLS between.
+    Hosts,
+    /// Hosts of one to three ranks, numbered across: shared memory inside, TCP between.
+    Unequal,
 }
 
 impl Over {
-    pub const ALL: [Self; 4] = [Self::SharedMemory, Self::Tcp, Self::Tls, Self::Mixed];
+    pub const ALL: [Self; 6] =
+        [Self::SharedMemory, Self::Tcp, Self::Tls, Self::Mixed, Self::Hosts, Self::Unequal];
 
     pub fn options(self, rank: usize) -> GroupOptions {
         let options = GroupOptions::default().limit(Duration::from_secs(60));
@@ -28,7 +33,14 @@ impl Over {
             Self::SharedMemory => options,
             Self::Tcp => options.share_memory(false),
             Self::Tls => options.share_memory(false).security(Security::Tls(job().member())),
-            Self::Mixed => options.share_memory(rank % 3 != 1),
+            Self::Mixed => options.share_memory(rank % 3 != 1).flat(true),
+            Self::Hosts => options
+                .memory_domain(format!("host {}", rank / 2))
+                .security(Security::Tls(job().member())),
+            Self::Unequal => {
+                let host = [0, 1, 0, 2, 0, 1, 1, 2][rank % 8];
+                options.memory_domain(format!("host {host}"))
+            }
         }
     }
 }
