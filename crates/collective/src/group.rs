@@ -110,11 +110,11 @@ enum Way {
 
 impl Way {
     /// The links of a group that does not share all memory, for calls that treat all ranks alike.
-    fn links(&mut self) -> Option<&mut Mesh> {
+    fn links(&mut self, ticket: &mut Ticket<'_>) -> Result<Option<&mut Mesh>> {
         match self {
-            Self::Alone | Self::Shared(_) => None,
-            Self::Linked(mesh) => Some(mesh),
-            Self::Tiered(tiered) => Some(tiered.mesh()),
+            Self::Alone | Self::Shared(_) => Ok(None),
+            Self::Linked(mesh) => Ok(Some(mesh)),
+            Self::Tiered(tiered) => tiered.mesh(ticket).map(Some),
         }
     }
 

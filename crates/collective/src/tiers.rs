@@ -44,9 +44,11 @@ impl Tiered {
         Self { arena, mesh, lane, layout, host }
     }
 
-    /// For calls that treat all ranks alike.
-    pub fn mesh(&mut self) -> &mut Mesh {
-        &mut self.mesh
+    /// For calls that treat all ranks alike. The host's ranks agree on the call first: one that waits for them here, and
+    /// not for a message, would not be found out otherwise.
+    pub fn mesh(&mut self, ticket: &mut Ticket<'_>) -> Result<&mut Mesh> {
+        self.arena.barrier(ticket)?;
+        Ok(&mut self.mesh)
     }
 
     /// Runs messages of one call among the counterparts, if this rank has any.

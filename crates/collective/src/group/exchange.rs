@@ -290,7 +290,7 @@ impl Group {
                 let size = call.dtype.size();
                 let parts: Vec<Range<usize>> =
                     parts.iter().map(|part| part.start * size..part.end * size).collect();
-                way.links().map_or(Ok(()), |mesh| {
+                way.links(&mut ticket)?.map_or(Ok(()), |mesh| {
                     mesh.reduce_scatter(&mut ticket, &plan, input, output, &parts)
                 })
             }
@@ -320,10 +320,13 @@ impl Group {
                 // SAFETY: both slices are borrowed for the whole call; their lengths are those of the shares.
                 unsafe { arena.all_to_all(&mut ticket, &plan, from, to, shares, place) }
             }
-            Way::Linked(_) | Way::Tiered(_) => way.links().map_or(Ok(()), |mesh| {
-                self.complete(&mut ticket, mesh)?;
-                mesh.all_to_all(&mut ticket, input, output, shares)
-            }),
+            Way::Linked(_) | Way::Tiered(_) => match way.links(&mut ticket) {
+                Ok(Some(mesh)) => self
+                    .complete(&mut ticket, mesh)
+                    .and_then(|()| mesh.all_to_all(&mut ticket, input, output, shares)),
+                Ok(None) => Ok(()),
+                Err(error) => Err(error),
+            },
         };
         // Also after an error, which may come in the middle of the elements.
         make_valid(call.dtype, output);
