@@ -14,6 +14,11 @@ LABELS = {
     "registered": "Deuteron, registered",
     "plain": "Deuteron, plain slice",
     "flat": "Deuteron, flat",
+    "named": "Deuteron, named",
+    "many": "Deuteron, 1,000 names, registered",
+    "many-plain": "Deuteron, 1,000 names, plain",
+    "many-traced": "Deuteron, 1,000 names, registered, timeline on",
+    "waiting": "Deuteron, processor time of 0.5 s of waiting",
     "tcp": "Deuteron, TCP",
     "tls": "Deuteron, TLS",
     "gloo": "Gloo",
@@ -30,8 +35,10 @@ TITLES = {
     "net": "two hosts, one rank each",
     "net4": "two hosts, two ranks each",
     "gbit": "two hosts, 1 Gbit/s",
+    "engine": "the engine, one host, 2 ranks",
 }
-OURS = ("registered", "plain", "tcp", "tls")
+MANY = ("many", "many-plain", "many-traced")
+OURS = ("registered", "plain", "tcp", "tls", "named", *MANY, "waiting")
 PEERS = ("gloo", "openmpi")
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -76,6 +83,10 @@ class Row:
         best = [min(times) for times in zip(*(other.repetitions for other in others if other), strict=True)]
         ratios = [other / own for other, own in zip(best, self.ours.repetitions, strict=False)]
         return median(ratios) if ratios else None
+
+    def later_than(self, other: Figure) -> float:
+        """By how many nanoseconds: in each repetition, then the median."""
+        return median(own - its for own, its in zip(self.ours.repetitions, other.repetitions, strict=False))
 
     @property
     def to_peer(self) -> float | None:
@@ -146,6 +157,24 @@ TARGETS = (
         lambda row: _at_least(row.to_peer, 1.5) and _at_least(row.to_limit, 1.5),
     ),
     Target(
+        "a named call of 4 B, and returning when it is done",
+        "within 3 µs of the call without a name",
+        lambda row: row.ours.contestant == "named" and row.ours.bytes == 4,
+        lambda row: row.limit is not None and row.later_than(row.limit) <= 3000,
+    ),
+    Target(
+        "1,000 named tensors of 1 KiB in a random order on each rank",
+        "within 2 x of one all-reduce of the same bytes",
+        lambda row: row.ours.contestant == "many",
+        lambda row: _at_least(row.to_limit, 0.5),
+    ),
+    Target(
+        "processor time of a rank that waits for a peer",
+        "5 % of a core",
+        lambda row: row.ours.contestant == "waiting",
+        lambda row: row.ours.time <= 0.05 * 0.5e9,
+    ),
+    Target(
         "two hosts, TLS",
         "0.8 of bare rustls",
         lambda row: row.ours.case == "net" and row.ours.contestant == "tls",
@@ -162,6 +191,8 @@ TARGETS = (
 
 def _limit_of(case: str, contestant: str) -> str:
     """Whose time is the limit of ours."""
+    if case == "engine":
+        return {"many-traced": "many", "waiting": "none", "plain": "none"}.get(contestant, "plain")
     if case == "net4":
         return "flat"
     if case == "gbit":
@@ -296,6 +327,10 @@ How it is measured:
   the same congestion control, reno: with BBR, the default of some machines, which paces by round trips that a virtual
   cable does not have, all are half as fast. 1 Gbit/s is `tc tbf` on both ends. With two ranks on each host everybody
   uses plain TCP between hosts, and Open MPI may use shared memory inside them.
+- The engine's "limit" is one all-reduce of the same bytes by a call without a name, on plain slices. Its 1,000 tensors of
+  1 KiB are submitted in an order that each rank draws anew, and then waited for one by one; in registered memory they
+  lie side by side in one bucket, as gradients do. With the timeline on, the "limit" is the same without it. Of waiting,
+  the time is what the rank's process computes, on all threads, while the other lets it wait for half a second.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +35,8 @@ HERE = Path(__file__).resolve().parent
 SIZES = [4 << shift for shift in range(0, 27, 2)]
 QUICK_SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
 MIB = 1 << 20
+# A thousand tensors of a kibibyte.
+THOUSAND = 1000 << 10
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Case:
     hosts: int = 1
     rate: str | None = None
     sizes: tuple[int, ...] = ()
+    # Whose sizes are fewer.
+    only: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def host(self, rank: int) -> int:
         """Where a rank runs: hosts have equally many, in the order of their ranks."""
@@ -62,8 +66,14 @@ CASES = {
     "net": Case(2, ("gloo", "openmpi", "tcp", "raw-tcp", "raw-tls", "tls"), hosts=2),
     "net4": Case(4, ("gloo", "openmpi", "plain", "flat", "registered"), hosts=2),
     "gbit": Case(2, ("tcp", "tls", "raw-tcp"), hosts=2, rate="1gbit", sizes=(MIB, 16 * MIB)),
+    "engine": Case(
+        2,
+        ("plain", "registered", "named", "many", "many-plain", "many-traced", "waiting"),
+        sizes=(4, THOUSAND),
+        only={"registered": (THOUSAND,), "waiting": (4,)} | dict.fromkeys(report.MANY, (THOUSAND,)),
+    ),
 }
-DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit"]
+DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,9 @@ def blocks(who: str, sizes: list[int], kinds: list[str], quick: bool) -> list[Bl
     if who == "gloo":
         # Its shortest call takes hundreds of microseconds.
         most //= 10
+    if who == "waiting":
+        # Each call is half a second of waiting.
+        most = 4
     return [Block(kind, size, max(4, min(most, volume // size))) for kind in kinds for size in sizes]
 
 
@@ -123,6 +136,7 @@ def rank_commands(name: str, case: Case, programs: Programs, meeting: str, plan:
         "registered": [str(programs.worker), "registered"],
         "plain": [str(programs.worker), "plain"],
         "flat": [str(programs.worker), "plain", "--flat"],
+        **{who: [str(programs.worker), who] for who in ("named", "waiting", *report.MANY)},
         "tcp": [str(programs.worker), "plain"],
         "tls": [str(programs.worker), "plain", *secure],
         "loop": [str(programs.worker), "loop"],
@@ -195,7 +209,7 @@ def read_times(case: Case, folder: Path, plan: list[Block]) -> Iterator[tuple[Bl
 
 def measure(name: str, case: Case, programs: Programs, options: argparse.Namespace) -> list[report.Figure]:
     """All repetitions of all contestants of one case."""
-    sizes = [size for size in options.sizes if not case.sizes or size in case.sizes] or list(case.sizes)
+    sizes = [size for size in options.sizes if not case.sizes] or list(case.sizes)
     contestants = [who for who in case.contestants if who in options.only]
     medians: dict[tuple[str, str, int], list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -204,7 +218,8 @@ def measure(name: str, case: Case, programs: Programs, options: argparse.Namespa
             # Back and forth, so that nobody always runs after the same neighbour.
             for who in contestants if repetition % 2 == 0 else reversed(contestants):
                 began = time.monotonic()
-                plan = blocks(who, sizes, options.types, options.quick)
+                own = [size for size in sizes if size in case.only.get(who, sizes)]
+                plan = blocks(who, own, options.types, options.quick)
                 try:
                     start(who, case, programs, two, plan, options)
                 except Failed as failure:

@@ -30,6 +30,8 @@ pub enum Way {
     Many,
     /// The same in memory of their own.
     ManyPlain,
+    /// As `Many`, with the timeline on.
+    ManyTraced,
     /// One tensor for which the others come late; the time is what the waiting rank computes meanwhile.
     Waiting,
 }
@@ -37,6 +39,9 @@ pub enum Way {
 /// Measures every block through an engine; barriers go through a group of their own.
 pub fn run(job: &Job, group: Group, barriers: Group, way: Way) -> Result<(), Failure> {
     let engine = Engine::new(group, EngineOptions::default())?;
+    if way == Way::ManyTraced {
+        engine.start_timeline(format!("{}.timeline", job.out))?;
+    }
     job.run(&mut Ours { engine, barriers, way })
 }
 
@@ -53,7 +58,7 @@ impl Mode for Ours {
             Way::Named | Way::Waiting => {
                 measure(job, block, &mut One { ours: self, buffer: vec![T::ZERO; count], used: 0 })
             }
-            Way::Many => {
+            Way::Many | Way::ManyTraced => {
                 // The engine has nothing on its way here, so the group is free.
                 let buffer = self.engine.group().bucket::<T>(count)?;
                 measure(job, block, &mut Many::new(self, buffer))

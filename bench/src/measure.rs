@@ -82,7 +82,8 @@ impl Block {
 
 /// What one rank has to do.
 pub struct Job {
-    out: String,
+    /// What its files are called, before a dot and more.
+    pub out: String,
     /// This rank.
     pub rank: usize,
     /// How many there are.
