@@ -327,9 +327,9 @@ How it is measured:
   the same congestion control, reno: with BBR, the default of some machines, which paces by round trips that a virtual
   cable does not have, all are half as fast. 1 Gbit/s is `tc tbf` on both ends. With two ranks on each host everybody
   uses plain TCP between hosts, and Open MPI may use shared memory inside them.
-- The engine's "limit" is one all-reduce of the same bytes by a call without a name, on plain slices. Its 1,000 tensors of
-  1 KiB are submitted in an order that each rank draws anew, and then waited for one by one; in registered memory they
-  lie side by side in one bucket, as gradients do. With the timeline on, the "limit" is the same without it. Of waiting,
+- The engine's "limit" is one all-reduce of the same bytes by a call without a name, on plain slices. Its 1,000 tensors
+  of 1 KiB are submitted in an order that each rank draws anew, and then waited for one by one; in registered memory
+  they lie side by side in one bucket, as gradients do. With the timeline on, the "limit" is the same without it. Of waiting,
   the time is what the rank's process computes, on all threads, while the other lets it wait for half a second.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
