@@ -329,8 +329,8 @@ How it is measured:
   uses plain TCP between hosts, and Open MPI may use shared memory inside them.
 - The engine's "limit" is one all-reduce of the same bytes by a call without a name, on plain slices. Its 1,000 tensors
   of 1 KiB are submitted in an order that each rank draws anew, and then waited for one by one; in registered memory
-  they lie side by side in one bucket, as gradients do. With the timeline on, the "limit" is the same without it. Of waiting,
-  the time is what the rank's process computes, on all threads, while the other lets it wait for half a second.
+  they lie side by side in one bucket, as gradients do. With the timeline on, the "limit" is the same without it. Of
+  waiting, the time is what the rank's process computes, on all threads, while the other is half a second late.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
