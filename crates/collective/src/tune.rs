@@ -262,6 +262,12 @@ pub fn decide(constants: &Constants, topology: &Topology) -> (Thresholds, Vec<De
         }
         return (thresholds, decisions);
     }
+    if topology.tiered {
+        let names = ["sending whole vectors", "sending shares"];
+        let whole = crossing(&constants.doubling, defaults.tiered_whole, f64::NAN, names);
+        thresholds.tiered_whole = note("tiered_whole", whole);
+        return (thresholds, decisions);
+    }
     let names = ["sending whole vectors", if ranks > 2 { "sending halves" } else { "the ring" }];
     thresholds.doubling = note(
         "doubling",

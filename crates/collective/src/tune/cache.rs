@@ -19,7 +19,8 @@ pub(crate) fn key(group: &Group) -> String {
     let transport = if group.shares_memory() {
         "shared memory".to_owned()
     } else {
-        format!("{} between {} hosts", group.inner.options.security.name(), hosts.len())
+        let tiers = if group.inner.topology.tiered { ", shared memory inside" } else { "" };
+        format!("{} between {} hosts{tiers}", group.inner.options.security.name(), hosts.len())
     };
     let cores = group.inner.topology.cores;
     let version = env!("CARGO_PKG_VERSION");

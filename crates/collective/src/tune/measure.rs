@@ -9,7 +9,7 @@ use super::{Constants, Contest, Cost};
 use crate::{
     Group, Kind, ReduceOp,
     error::Result,
-    plan::{Algorithm, Thresholds},
+    plan::{Algorithm, Thresholds, Topology},
 };
 use std::time::{Duration, Instant};
 
@@ -50,7 +50,11 @@ pub(crate) fn measure(group: &Group) -> Result<Constants> {
     if group.size() == 1 {
         return Ok(Constants::UNKNOWN);
     }
-    let mut trials = if group.shares_memory() { in_memory() } else { over_links(group.size()) };
+    let mut trials = match group.topology() {
+        Topology { shared: true, .. } => in_memory(),
+        Topology { tiered: true, .. } => over_tiers(),
+        Topology { ranks, .. } => over_links(*ranks),
+    };
     let mut memory = vec![0f32; LARGE / size_of::<f32>()];
     let start = Instant::now();
     for pass in 0..PASSES {
@@ -130,6 +134,15 @@ fn over_links(ranks: usize) -> Vec<Trial> {
     trials
 }
 
+/// Hosts with several ranks: whole vectors or shares between them.
+fn over_tiers() -> Vec<Trial> {
+    let until = |tiered_whole| Thresholds { tiered_whole, ..Thresholds::default() };
+    let whole = |bytes| Trial::new(Kind::AllReduce, bytes, Algorithm::TieredWhole, until(ALWAYS));
+    let shares = |bytes| Trial::new(Kind::AllReduce, bytes, Algorithm::TieredShares, until(NEVER));
+    let vectors = VECTORS.into_iter().flat_map(|bytes| [whole(bytes), shares(bytes)]);
+    std::iter::once(whole(TINY)).chain(vectors).collect()
+}
+
 /// What the times say.
 fn constants(group: &Group, trials: &[Trial]) -> Constants {
     let time = |kind, bytes, algorithm| {
@@ -160,6 +173,12 @@ fn constants(group: &Group, trials: &[Trial]) -> Constants {
         for (slot, trial) in constants.chunks.iter_mut().zip(chunks) {
             *slot = trial.time;
         }
+        return constants;
+    }
+    if group.topology().tiered {
+        let [whole, shares] = [Algorithm::TieredWhole, Algorithm::TieredShares];
+        constants.exchange = time(Kind::AllReduce, TINY, whole);
+        constants.doubling = contest(Kind::AllReduce, VECTORS, whole, shares);
         return constants;
     }
     let doubling = Algorithm::RecursiveDoubling;
