@@ -5,8 +5,8 @@
 //! - MATCH-2: every rank carries out the same decisions in the same order, so the calls of the group under the
 //!   engine always agree.
 //! - MATCH-3: a rank has at most one operation of a name on its way, and one round of a bucket.
-//! - FREEZE-1: whether a rank tells the members of a bucket one by one (because the decision to freeze them had not
-//!   reached it) or all at once makes no difference; a round of a bucket is counted once for each rank.
+//! - FREEZE-1: whether a rank tells the members of a bucket one by one (because some were on their way when the
+//!   decision to freeze them reached it) or all at once makes no difference. In one round it does the one or the other.
 
 use super::{
     layout::{Member, layout},
@@ -39,8 +39,10 @@ pub(crate) struct Rules {
 #[derive(Debug)]
 struct Operation {
     name: String,
-    /// Of the last run, or of the rank that came first.
+    /// Of the rank that came first.
     request: Request,
+    /// Of the last run, which is what a rank means that says nothing else.
+    last: Request,
     /// Ranks that want something else than `request`.
     odd: Vec<(usize, Request)>,
     ready: Vec<bool>,
@@ -52,6 +54,8 @@ struct Operation {
     told: bool,
     /// A rank has told in this round what it wants, instead of the same as before.
     fresh: bool,
+    /// The last round was refused, so ranks may have something else in mind than what has run.
+    refused: bool,
     /// It is about to run.
     queued: bool,
     bucket: Option<u32>,
@@ -156,7 +160,10 @@ impl Coordinator {
         let mut seen = HashSet::new();
         step.retain(|number| {
             let operation = &self.operations[*number as usize];
-            operation.told && operation.bucket.is_none() && seen.insert(*number)
+            operation.told
+                && !operation.refused
+                && operation.bucket.is_none()
+                && seen.insert(*number)
         });
         if step.len() > 1 {
             self.repeat(step, &locate);
@@ -193,6 +200,7 @@ impl Coordinator {
         let operation = Operation {
             name: name.to_owned(),
             request: request.clone(),
+            last: request.clone(),
             odd: Vec::new(),
             ready: vec![false; self.rules.ranks],
             missing: self.rules.ranks,
@@ -201,6 +209,7 @@ impl Coordinator {
             once,
             told: false,
             fresh: false,
+            refused: false,
             queued: false,
             bucket: None,
         };
@@ -235,16 +244,20 @@ impl Coordinator {
         if operation.ready[from] || operation.queued {
             return; // MATCH-3 makes this impossible for an honest rank.
         }
-        if let Some(request) = request {
-            operation.fresh = true;
-            if operation.missing == self.rules.ranks {
-                operation.request = request;
-            } else if !operation.request.agrees(&request) {
+        let first = operation.missing == self.rules.ranks;
+        if first {
+            operation.since = now;
+        }
+        operation.fresh |= request.is_some();
+        match request {
+            Some(request) if first => operation.request = request,
+            Some(request) if !operation.request.agrees(&request) => {
                 operation.odd.push((from, request));
             }
-        }
-        if operation.missing == self.rules.ranks {
-            operation.since = now;
+            None if operation.fresh && !operation.request.agrees(&operation.last) => {
+                operation.odd.push((from, operation.last.clone()));
+            }
+            _ => {}
         }
         operation.ready[from] = true;
         operation.missing -= 1;
@@ -298,7 +311,14 @@ impl Coordinator {
         operation.missing = self.rules.ranks;
         operation.odd.clear();
         operation.twice = None;
-        (operation.fresh, operation.queued) = (false, false);
+        if operation.fresh {
+            let (to, from) = match ran {
+                true => (&mut operation.last, &operation.request),
+                false => (&mut operation.request, &operation.last),
+            };
+            to.clone_from(from);
+        }
+        (operation.fresh, operation.queued, operation.refused) = (false, false, !ran);
         operation.told |= ran && !operation.once;
         if !operation.told {
             self.names.remove(&operation.name);
@@ -324,9 +344,11 @@ impl Coordinator {
                 !fits
             });
         }
+        let joined = self.joined.contains(&true);
         let item = |number: &u32| {
             let operation = &self.operations[*number as usize];
-            if operation.told {
+            // Whoever has joined may not know what the others want now.
+            if operation.told && !(joined && operation.fresh) {
                 return Item::Known(*number);
             }
             let (name, request) = (operation.name.clone(), operation.request.clone());
@@ -385,15 +407,13 @@ impl Coordinator {
     fn full(&mut self, from: usize, bucket: u32, round: u64, now: Duration) {
         let Some(state) = self.buckets.get_mut(bucket as usize) else { return };
         if round != state.round || state.told[from] == Told::All {
-            return; // Of a round that has run: it was told one by one as well (FREEZE-1).
+            return; // FREEZE-1 makes this impossible for an honest rank.
         }
         if state.thawed {
             // It was on its way when the bucket ceased to be.
-            let before = std::mem::replace(&mut state.told[from], Told::All);
-            let members = state.members.clone();
-            let told = |number: &u32| matches!(&before, Told::Some(told) if told.contains(number));
-            for number in members.iter().filter(|number| !told(number)) {
-                self.note(from, *number, None, now);
+            state.told[from] = Told::All;
+            for number in state.members.clone() {
+                self.note(from, number, None, now);
             }
             return;
         }
@@ -513,7 +533,7 @@ impl Coordinator {
         // One that is about to run has been counted already, and one that changes is not the same as before.
         let busy = |number: &u32| {
             let operation = &self.operations[*number as usize];
-            operation.fresh || operation.queued
+            operation.fresh || operation.queued || operation.twice.is_some()
         };
         if members.iter().any(busy) {
             return;

@@ -19,6 +19,8 @@ mod coordinator;
 mod desk;
 mod layout;
 pub(crate) mod message;
+#[cfg(test)]
+mod model;
 mod output;
 mod progress;
 mod queue;

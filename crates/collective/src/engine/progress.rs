@@ -304,42 +304,8 @@ impl Progress {
 
     /// Tells the coordinator what has happened here.
     fn pass_on(&mut self, shared: &Shared, event: Event) -> Result<()> {
-        let mut table = shared.table();
-        let (word, era) = match event {
-            Event::Submitted { entry, era } => {
-                if !table.is_loose(entry) {
-                    return Ok(());
-                }
-                table.active = (shared.now(), entry);
-                let known = &mut table.entries[entry as usize];
-                if known.announce() {
-                    return Ok(());
-                }
-                let word = match known.number {
-                    Some(number) if known.agreed => Word::Again(number),
-                    _ => Word::Ready {
-                        name: known.name.to_string(),
-                        request: known.request.clone(),
-                        once: known.is_once(),
-                    },
-                };
-                (word, Some(era))
-            }
-            Event::Full(bucket) => {
-                (Word::Full { bucket, round: table.buckets[bucket as usize].round }, None)
-            }
-            Event::Open(bucket) => {
-                (Word::Open { bucket, round: table.buckets[bucket as usize].round }, None)
-            }
-            Event::Twice(entry) => {
-                (Word::Twice(table.entries[entry as usize].name.to_string()), None)
-            }
-            Event::Joined => (Word::Joined, None),
-            Event::Ask => (Word::Ask, None),
-            Event::Timeline(on) => (Word::Timeline(on), None),
-        };
-        drop(table);
         let now = shared.now();
+        let Some((word, era)) = shared.table().word(event, now) else { return Ok(()) };
         let (group, rank) = (&self.group, self.group.rank());
         match &mut self.coordinator {
             Some(coordinator) => {

@@ -4,10 +4,12 @@
 //!   the table says that it is done, and nobody is told so before the last byte of them has been touched.
 //! - TABLE-2: the members of a frozen bucket are counted, not queued: the last one makes the bucket full, and when
 //!   the bucket's round is over all of them are done at once.
+//! - TABLE-3: the coordinator is told of an operation once: by itself or with its whole bucket, never both. So a
+//!   bucket that is frozen while some of its members are on their way is told member by member in its first round.
 #![expect(unsafe_code, reason = "keeps pointers to the tensors of operations on their way")]
 
 use super::{
-    message::{Doing, Event as Traced, MAX_NAME, Phase, Request, Shape, Tensor},
+    message::{Doing, Event as Traced, MAX_NAME, Phase, Request, Shape, Tensor, Word},
     output::Output,
     queue::Queue,
 };
@@ -160,21 +162,12 @@ impl Entry {
         }
     }
 
-    pub fn is_once(&self) -> bool {
-        self.once
-    }
-
     pub fn is_in(&self, bucket: u32, round: u64) -> bool {
         (self.flight.in_bucket, self.flight.round) == (bucket, round)
     }
 
     pub fn submitted_at(&self) -> u64 {
         self.flight.submitted_at
-    }
-
-    /// Says that the coordinator is being told; whether it had been before.
-    pub fn announce(&mut self) -> bool {
-        std::mem::replace(&mut self.flight.announced, true)
     }
 
     /// Where its only tensor lies.
@@ -204,6 +197,8 @@ pub(super) struct Bucket {
     /// A member lies elsewhere than when `whole` was found out.
     pub moved: bool,
     left: usize,
+    /// The members of this round are told one by one (TABLE-3).
+    singly: bool,
     pub round: u64,
     pub thawed: bool,
 }
@@ -328,7 +323,9 @@ impl Table {
                 (receipt.bucket, receipt.round) = (number, bucket.round);
                 bucket.moved |= moved;
                 bucket.left -= 1;
-                if bucket.left > 0 {
+                if bucket.singly {
+                    self.put(Event::Submitted { entry, era: self.era }, waits)
+                } else if bucket.left > 0 {
                     Next::Nothing
                 } else {
                     self.queue.leave(Event::Full(number));
@@ -429,10 +426,44 @@ impl Table {
         (state.round == round && state.left > 0 && !state.thawed).then_some(bucket)
     }
 
-    /// Whether the operation is on its way, and not in a bucket.
-    pub fn is_loose(&self, entry: u32) -> bool {
-        let entry = &self.entries[entry as usize];
-        entry.flight.done < entry.flight.epoch && entry.flight.in_bucket == NO_BUCKET
+    /// Whether the operation is on its way, and told by itself.
+    fn is_single(&self, entry: u32) -> bool {
+        let Flight { done, epoch, in_bucket, round, .. } = self.entries[entry as usize].flight;
+        let told_so = |state: &Bucket| state.singly && state.round == round;
+        done < epoch && self.buckets.get(in_bucket as usize).is_none_or(told_so)
+    }
+
+    /// What the coordinator has to be told of an event, and the era of a submission.
+    pub fn word(&mut self, event: Event, now: Duration) -> Option<(Word, Option<u32>)> {
+        let round = |bucket: u32| self.buckets[bucket as usize].round;
+        let word = match event {
+            Event::Submitted { entry, era } => {
+                if !self.is_single(entry) {
+                    return None;
+                }
+                self.active = (now, entry);
+                let known = &mut self.entries[entry as usize];
+                if std::mem::replace(&mut known.flight.announced, true) {
+                    return None;
+                }
+                let word = match known.number {
+                    Some(number) if known.agreed => Word::Again(number),
+                    _ => Word::Ready {
+                        name: known.name.to_string(),
+                        request: known.request.clone(),
+                        once: known.once,
+                    },
+                };
+                return Some((word, Some(era)));
+            }
+            Event::Full(bucket) => Word::Full { bucket, round: round(bucket) },
+            Event::Open(bucket) => Word::Open { bucket, round: round(bucket) },
+            Event::Twice(entry) => Word::Twice(self.entries[entry as usize].name.to_string()),
+            Event::Joined => Word::Joined,
+            Event::Ask => Word::Ask,
+            Event::Timeline(on) => Word::Timeline(on),
+        };
+        Some((word, None))
     }
 
     /// Whether any operation is on its way here.
@@ -496,10 +527,16 @@ impl Table {
 
     /// The entry of an operation in a decision; a rank that has joined may not have heard of it.
     pub fn entry_of(&mut self, name: &str, request: &Request) -> u32 {
-        match self.entry_named(name) {
-            Some(entry) => entry,
-            None => self.insert(name, request.clone(), 0, false),
+        let Some(entry) = self.entry_named(name) else {
+            return self.insert(name, request.clone(), 0, false);
+        };
+        if self.is_idle(entry) {
+            let known = &mut self.entries[entry as usize];
+            known.request.clone_from(request);
+            // No submission has this one, so the next is told in full.
+            known.flight.fingerprint = 0;
         }
+        entry
     }
 
     pub fn entry_named(&self, name: &str) -> Option<u32> {
@@ -565,6 +602,7 @@ impl Table {
         state.round += 1;
         self.flying = self.flying.saturating_sub(state.members.len() - state.left);
         state.left = state.members.len();
+        state.singly = false;
         if self.callbacks.is_empty() {
             return Vec::new();
         }
@@ -584,7 +622,7 @@ impl Table {
             .collect()
     }
 
-    /// These are one bucket from now on. Returns whether all of them are on their way here already.
+    /// These are one bucket from now on.
     pub fn freeze(&mut self, members: Vec<u32>) {
         let bucket = self.buckets.len() as u32;
         let mut left = members.len();
@@ -597,6 +635,7 @@ impl Table {
                 left -= 1;
             }
         }
+        let singly = left < members.len();
         let request = |member: &u32| &self.entries[*member as usize].request;
         let size = |member: &u32| match &request(member).tensors[..] {
             [one] => Some(one.bytes()),
@@ -611,19 +650,17 @@ impl Table {
             whole: None,
             moved: true,
             left,
+            singly,
             round: 0,
             thawed: false,
         });
-        if left == 0 {
-            self.queue.leave(Event::Full(bucket));
-        }
     }
 
     /// The bucket is no more; its members on their way are told one by one, unless the whole has been told.
     pub fn thaw(&mut self, bucket: u32) {
         let Some(state) = self.buckets.get_mut(bucket as usize) else { return };
         state.thawed = true;
-        let (told, round) = (state.left == 0, state.round);
+        let (told, round) = (state.left == 0 && !state.singly, state.round);
         let members = state.members.clone();
         for member in members {
             let idle = self.is_idle(member);
