@@ -383,6 +383,13 @@ impl Coordinator {
             self.settle_bucket(bucket);
         }
         if self.joined.iter().all(|joined| *joined) {
+            // Of a bucket that nobody fills any more, each member counts for itself.
+            for bucket in 0..self.buckets.len() as u32 {
+                let state = &self.buckets[bucket as usize];
+                if let Some(since) = state.since {
+                    self.open(bucket, state.round, since);
+                }
+            }
             // Whatever is ready everywhere runs before.
             let mut before = self.decide();
             before.push(Decision::AllJoined(self.last_joined as u32));
@@ -607,9 +614,10 @@ impl Coordinator {
         (0..self.rules.ranks).filter(|rank| !ready(*rank) && !self.joined[*rank]).collect()
     }
 
-    /// Whether anything waits for this rank.
+    /// Whether anything waits for this rank: an operation, or others to join.
     pub fn waits_for(&self, rank: usize) -> bool {
-        self.waits().any(|wait| wait.missing.contains(&rank))
+        let join = self.joined.contains(&true) && !self.joined[rank];
+        join || self.waits().any(|wait| wait.missing.contains(&rank))
     }
 }
 

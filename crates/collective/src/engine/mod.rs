@@ -48,6 +48,7 @@ use rustix::{
 };
 use std::{
     fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
@@ -56,7 +57,7 @@ use std::{
     thread::JoinHandle,
     time::{Duration, Instant},
 };
-use table::{Event, Next, Table};
+use table::{Callback, Event, Next, Table};
 
 /// How long a bucket waits for members that this rank has not submitted while somebody waits for one that it has.
 const GRACE: Duration = Duration::from_millis(2);
@@ -145,6 +146,14 @@ fn clock() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
+/// Calls back. Whoever drives has other things to do than to die of somebody else's panic.
+fn call(callback: Callback, result: Result<()>) {
+    let call = AssertUnwindSafe(|| callback(result));
+    if catch_unwind(call).is_err() {
+        tracing::error!("a callback of an operation panicked");
+    }
+}
+
 impl Shared {
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
@@ -180,13 +189,13 @@ impl Shared {
     }
 
     /// Wakes who waits, and calls who wants to be called.
-    fn completed(&self, callbacks: Vec<(Box<dyn FnOnce(Result<()>) + Send>, Result<()>)>) {
+    fn completed(&self, callbacks: Vec<(Callback, Result<()>)>) {
         // Who sleeps has said so under the table's lock, which has been held since to write the result.
         if self.sleepers.load(Ordering::Relaxed) > 0 {
             self.done.notify_all();
         }
         for (callback, result) in callbacks {
-            callback(result);
+            call(callback, result);
         }
     }
 
@@ -196,7 +205,7 @@ impl Shared {
         let callbacks = self.table().fail();
         self.done.notify_all();
         for (callback, receipt) in callbacks {
-            callback(Err(self.failure(Some(receipt))));
+            call(callback, Err(self.failure(Some(receipt))));
         }
     }
 
@@ -328,7 +337,7 @@ impl Shared {
     ) -> Result<bool> {
         let mut table = self.table();
         let mut since = None;
-        let mut grace = true;
+        let mut opened = None;
         let mut start = 0;
         self.sleepers.fetch_add(1, Ordering::Relaxed);
         let outcome = loop {
@@ -344,7 +353,8 @@ impl Shared {
                 start = self.clock();
                 table.waits.extend(receipt.map(|receipt| (receipt, now)));
             }
-            let held_up = receipt.and_then(|receipt| table.is_held_up(receipt)).filter(|_| grace);
+            let held_up = receipt.and_then(|receipt| table.is_held_up(receipt));
+            let held_up = held_up.filter(|bucket| opened != Some(*bucket));
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
                 break Ok(false);
@@ -357,8 +367,11 @@ impl Shared {
             let (woken, waited) =
                 self.done.wait_timeout(table, limit).unwrap_or_else(PoisonError::into_inner);
             table = woken;
-            if let Some(bucket) = held_up.filter(|_| waited.timed_out() && limit == GRACE) {
-                grace = false;
+            let still = receipt.and_then(|receipt| table.is_held_up(receipt));
+            if let Some(bucket) = held_up.filter(|_| waited.timed_out() && limit == GRACE)
+                && still == held_up
+            {
+                opened = held_up;
                 if table.queue.put(Event::Open(bucket)) {
                     self.ring();
                 }
@@ -644,8 +657,7 @@ impl Engine {
         self.shared.refuse_forks()?;
         let now = self.shared.now();
         let mut table = self.shared.table();
-        (table.joined, table.last_joined) = (Some(now), None);
-        table.queue.leave(Event::Joined);
+        table.join(now);
         drop(table);
         self.shared.wait_for(None, None, |table| table.last_joined.is_some())?;
         Ok(self.shared.table().last_joined.unwrap_or_default())
@@ -803,7 +815,7 @@ impl Shared {
         self.wait_for(Some(receipt), Some(deadline), |table| table.is_done(receipt)).unwrap_or(true)
     }
 
-    fn when_done(&self, receipt: Receipt, callback: Box<dyn FnOnce(Result<()>) + Send>) {
+    fn when_done(&self, receipt: Receipt, callback: Callback) {
         let mut table = self.table();
         let failed = table.failed;
         let Some(callback) =
@@ -840,7 +852,7 @@ impl Drop for Engine {
         let callbacks = self.shared.table().fail();
         self.shared.done.notify_all();
         for (callback, receipt) in callbacks {
-            callback(Err(self.shared.failure(Some(receipt))));
+            call(callback, Err(self.shared.failure(Some(receipt))));
         }
         drop(progress);
     }

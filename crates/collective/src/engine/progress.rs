@@ -4,6 +4,8 @@
 //!
 //! - DRIVE-1: whoever stops driving arms the links first, so that the sleeping thread is woken by the next word.
 //! - DRIVE-2: a decision is on its way to every rank before the lowest rank carries it out.
+//! - DRIVE-3: it waits for links that are full only when nobody at their other ends waits for it: few decisions are
+//!   sent before their turn, because a rank does not read while it is in an operation.
 #![expect(unsafe_code, reason = "hands tensors to the group as slices")]
 
 use super::{
@@ -43,6 +45,9 @@ const ANSWER_TIME: Duration = Duration::from_secs(1);
 const TRACE_BATCH: usize = 8192;
 /// How long the last words may take.
 const FAREWELL: Duration = Duration::from_millis(500);
+/// Bytes of decisions that are sent before their turn. Any link holds them while the other end is busy with an
+/// operation that needs this rank.
+const AHEAD: usize = 8 << 10;
 /// Bytes that are read at a time.
 const INBOX: usize = 16 << 10;
 
@@ -146,6 +151,9 @@ pub(super) struct Progress {
     lines: Vec<Option<Line>>,
     coordinator: Option<Coordinator>,
     decisions: VecDeque<Decision>,
+    /// On the lowest rank: the length of each decision that has been sent and not carried out, and those after them.
+    said: VecDeque<usize>,
+    unsaid: VecDeque<Vec<u8>>,
     events: Vec<Event>,
     /// Memory in which tensors are put together.
     fusion: Option<Bucket<u8>>,
@@ -199,6 +207,8 @@ impl Progress {
             lines: links.into_iter().map(|link| link.map(line)).collect(),
             coordinator,
             decisions: VecDeque::new(),
+            said: VecDeque::new(),
+            unsaid: VecDeque::new(),
             events: Vec::new(),
             fusion: None,
             asked: None,
@@ -281,6 +291,7 @@ impl Progress {
             let decisions = &mut self.decisions;
             moved |= line.listen(|decision| decisions.push_back(decision));
         }
+        self.say_ahead();
         for line in self.lines.iter_mut().flatten() {
             if !line.outbox.is_empty() {
                 line.flush();
@@ -332,15 +343,28 @@ impl Progress {
         Error::Invalid(text)
     }
 
-    /// Decides for everybody: sends it to all ranks and puts it into the own queue.
+    /// Decides for everybody: puts it into the own queue, and sends it to all ranks before its turn comes.
     fn announce(&mut self, decision: Decision) -> Result<()> {
         let mut bytes = Vec::new();
         encode(&decision, &mut bytes).map_err(|error| self.unsayable(&error))?;
-        for line in self.lines.iter_mut().flatten() {
-            line.outbox.extend(&bytes);
-        }
+        self.unsaid.push_back(bytes);
         self.decisions.push_back(decision);
         Ok(())
+    }
+
+    /// Sends the next decision, and those after it as far as links hold them whatever the others do (DRIVE-3).
+    fn say_ahead(&mut self) {
+        let mut ahead: usize = self.said.iter().sum();
+        while let Some(bytes) = self.unsaid.pop_front() {
+            if !self.said.is_empty() && ahead + bytes.len() > AHEAD {
+                return self.unsaid.push_front(bytes);
+            }
+            ahead += bytes.len();
+            self.said.push_back(bytes.len());
+            for line in self.lines.iter_mut().flatten() {
+                line.outbox.extend(&bytes);
+            }
+        }
     }
 
     /// Words to the lowest rank that are not about operations.
@@ -414,7 +438,7 @@ impl Progress {
             let Some(error) = line.as_ref().and_then(|line| line.ended.as_ref()) else { continue };
             let missed = match &self.coordinator {
                 Some(coordinator) => coordinator.waits_for(rank),
-                None => shared.table().is_busy() && self.decisions.is_empty(),
+                None => self.decisions.is_empty() && shared.table().is_busy(),
             };
             if missed {
                 return Err(shared.health.broken(rank, error, &"an operation of the engine"));
@@ -424,7 +448,7 @@ impl Progress {
     }
 
     /// Sends everything, waiting for links that are full. They empty: whoever is at the other end either reads or
-    /// ends the group.
+    /// ends the group (DRIVE-3).
     fn flush(&mut self, shared: &Shared) -> Result<()> {
         loop {
             let mut left = false;
@@ -445,6 +469,7 @@ impl Progress {
         if self.coordinator.is_some() {
             self.flush(shared)?; // DRIVE-2
             self.ring(true);
+            self.said.pop_front();
         }
         match decision {
             Decision::Run(items) => self.run(shared, items)?,
@@ -467,10 +492,7 @@ impl Progress {
             }
             Decision::Thaw(bucket) => shared.table().thaw(bucket),
             Decision::AllJoined(last) => {
-                let mut table = shared.table();
-                table.joined = None;
-                table.last_joined = Some(last as usize);
-                drop(table);
+                shared.table().all_joined(last as usize);
                 shared.completed(Vec::new());
             }
             Decision::Tell(number) => {

@@ -203,7 +203,7 @@ pub(super) struct Bucket {
     pub thawed: bool,
 }
 
-type Callback = Box<dyn FnOnce(Result<()>) + Send>;
+pub(super) type Callback = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Entry and epoch of an operation.
 type Key = (u32, u64);
@@ -222,6 +222,8 @@ pub(super) struct Table {
     pub queue: Queue<Event>,
     era: u32,
     nameless: u64,
+    /// How often all ranks have joined: afterwards they count operations without a name anew.
+    joins: u64,
     /// The group is dead; what it died of says its health.
     pub failed: bool,
     failures: FxHashMap<Key, Error>,
@@ -264,7 +266,11 @@ impl Table {
                 None => self.add(name, submission, false),
             },
             None => {
-                let name = format!("{}.noname.{}", submission.kind.name(), self.nameless);
+                let kind = submission.kind.name();
+                let name = match self.joins {
+                    0 => format!("{kind}.noname.{}", self.nameless),
+                    joins => format!("{kind}.noname.{joins}.{}", self.nameless),
+                };
                 self.nameless += 1;
                 self.add(&name, submission, true)
             }
@@ -433,6 +439,30 @@ impl Table {
         done < epoch && self.buckets.get(in_bucket as usize).is_none_or(told_so)
     }
 
+    /// This rank has no more data. What it has begun in buckets that it does not fill is told one by one.
+    pub fn join(&mut self, now: Duration) {
+        (self.joined, self.last_joined) = (Some(now), None);
+        for bucket in 0..self.buckets.len() as u32 {
+            let state = &mut self.buckets[bucket as usize];
+            let begun = state.left > 0 && state.left < state.members.len();
+            if !begun || state.thawed || std::mem::replace(&mut state.singly, true) {
+                continue;
+            }
+            for entry in state.members.iter().copied() {
+                if self.entries[entry as usize].is_in(bucket, state.round) {
+                    self.queue.leave(Event::Submitted { entry, era: self.era });
+                }
+            }
+        }
+        self.queue.leave(Event::Joined);
+    }
+
+    /// Everybody has joined, this rank last.
+    pub fn all_joined(&mut self, last: usize) {
+        (self.joined, self.last_joined) = (None, Some(last));
+        (self.joins, self.nameless) = (self.joins + 1, 0);
+    }
+
     /// What the coordinator has to be told of an event, and the era of a submission.
     pub fn word(&mut self, event: Event, now: Duration) -> Option<(Word, Option<u32>)> {
         let round = |bucket: u32| self.buckets[bucket as usize].round;
@@ -466,9 +496,9 @@ impl Table {
         Some((word, None))
     }
 
-    /// Whether any operation is on its way here.
+    /// Whether this rank waits for others: an operation is on its way here, or it has joined.
     pub fn is_busy(&self) -> bool {
-        self.flying > 0
+        self.joined.is_some() || self.flying > 0
     }
 
     /// The result of an operation that is done.
@@ -486,12 +516,15 @@ impl Table {
         let entry = &self.entries[receipt.entry as usize];
         let over = entry.flight.done >= receipt.epoch && entry.flight.epoch == receipt.epoch;
         if over && entry.number.is_none() {
-            let known =
-                self.names.find_entry(hash(entry.name.as_bytes()), |index| *index == receipt.entry);
-            if let Ok(known) = known {
-                known.remove();
-                self.free.push(receipt.entry);
-            }
+            self.forget(receipt.entry);
+        }
+    }
+
+    fn forget(&mut self, entry: u32) {
+        let hash = hash(self.entries[entry as usize].name.as_bytes());
+        if let Ok(known) = self.names.find_entry(hash, |index| *index == entry) {
+            known.remove();
+            self.free.push(entry);
         }
     }
 
@@ -502,12 +535,7 @@ impl Table {
             self.outputs.remove(&receipt.key());
             self.release(receipt);
         } else {
-            let entry = &mut self.entries[receipt.entry as usize];
-            entry.orphan = memory;
-            let once = entry.once;
-            if once {
-                self.callbacks.entry(receipt.key()).or_default();
-            }
+            self.entries[receipt.entry as usize].orphan = memory;
         }
     }
 
@@ -570,11 +598,15 @@ impl Table {
         }
         state.agreed = result.is_ok() && state.number.is_some();
         if idle {
+            if state.number.is_none() && result.is_ok() {
+                // This rank has joined, and has heard of the name in this decision only.
+                self.forget(entry);
+            }
             return Vec::new();
         }
         state.flight.done = state.flight.epoch;
         state.flight.in_bucket = NO_BUCKET;
-        state.orphan = None;
+        let orphan = state.orphan.take();
         self.flying = self.flying.saturating_sub(1);
         let receipt = Receipt::loose(entry, state.flight.epoch);
         let outcome = result.as_ref().map(|_| ()).map_err(Clone::clone);
@@ -583,15 +615,15 @@ impl Table {
             Ok(outputs) => drop(self.outputs.insert(receipt.key(), outputs)),
             Err(error) => drop(self.failures.insert(receipt.key(), error)),
         }
+        if orphan.is_some() {
+            // Nobody asks for the result.
+            self.abandon(receipt, None);
+        }
         self.called(receipt, &outcome)
     }
 
     fn called(&mut self, receipt: Receipt, outcome: &Result<()>) -> Vec<(Callback, Result<()>)> {
         let Some(callbacks) = self.callbacks.remove(&receipt.key()) else { return Vec::new() };
-        if callbacks.is_empty() {
-            // Abandoned on its way.
-            self.abandon(receipt, None);
-        }
         callbacks.into_iter().map(|callback| (callback, outcome.clone())).collect()
     }
 
