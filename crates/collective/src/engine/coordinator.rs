@@ -706,3 +706,6 @@ pub(crate) fn report(
 pub(crate) fn title(request: &Request, name: &str) -> String {
     format!("{}.{name}", request.kind.name())
 }
+
+#[cfg(test)]
+mod tests;
