@@ -13,6 +13,7 @@ use proptest::{
     test_runner::{Config, RngSeed, TestRunner},
 };
 use std::{
+    collections::BTreeMap,
     process::Command,
     sync::{
         Arc, Barrier, Mutex,
@@ -989,11 +990,11 @@ fn groups_in_a_ring_do_not_wait_for_each_other() {
             seats[(pair + seat) % 3].push((pair, rendezvous));
         }
     }
-    let (ready, sharing) = (Barrier::new(6), Arc::new(Barrier::new(3)));
+    let ready = Barrier::new(6);
     thread::scope(|scope| {
         for (rank, seats) in seats.into_iter().enumerate() {
             for (place, (pair, rendezvous)) in seats.into_iter().enumerate() {
-                let (ready, _) = (&ready, &sharing);
+                let ready = &ready;
                 scope.spawn(move || {
                     let options = GroupOptions::default().limit(Duration::from_secs(30));
                     let group = Group::connect(&rendezvous, options).unwrap();
@@ -1010,4 +1011,173 @@ fn groups_in_a_ring_do_not_wait_for_each_other() {
             }
         }
     });
+}
+
+/// What was logged by anybody in this process.
+static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Keeps messages in [`LOGGED`].
+struct Log;
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut keep = |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+            if field.name() == "message" {
+                LOGGED.lock().unwrap().push(format!("{value:?}"));
+            }
+        };
+        event.record(&mut keep);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_long_wait_is_reported() {
+    tracing::subscriber::set_global_default(Log).unwrap();
+    let options = EngineOptions::default().stall(Duration::from_millis(100));
+    let logged = || {
+        let logged = LOGGED.lock().unwrap();
+        logged.iter().find(|text| text.contains("a gradient nobody else has")).cloned()
+    };
+    let said = Barrier::new(2);
+    all(engines(Over::Tcp, 2, options, |engine| {
+        assert_eq!(sum(engine, "warm", 1.0)?, 2.0);
+        let handle = match engine.rank() {
+            0 => {
+                Some(engine.all_reduce("a gradient nobody else has", vec![1f32], ReduceOp::Sum)?)
+            }
+            _ => None,
+        };
+        let start = Instant::now();
+        while logged().is_none() && start.elapsed().as_secs() < 20 {
+            thread::sleep(Duration::from_millis(10));
+        }
+        said.wait();
+        match handle {
+            Some(handle) => handle.wait().map(drop),
+            None => sum(engine, "a gradient nobody else has", 1.0).map(drop),
+        }
+    }));
+    let text = logged().unwrap();
+    assert!(text.starts_with("operations wait:\n"), "{text}");
+    assert!(text.contains("for rank 1\nrank 1 on "), "{text}");
+    assert!(text.contains(": in its own code since warm for "), "{text}");
+}
+
+/// A timeline as its events, after a look at whether they make sense: what each rank's engine did, by category.
+fn timeline(path: &std::path::Path, ranks: usize) -> Vec<[usize; 3]> {
+    let text = std::fs::read_to_string(path).unwrap();
+    let events: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
+    let mut counts = vec![[0; 3]; ranks];
+    let mut open: BTreeMap<String, f64> = BTreeMap::new();
+    for event in &events {
+        let rank = event["pid"].as_u64().unwrap() as usize;
+        let category = ["run", "negotiate", "wait"].iter().position(|cat| event["cat"] == *cat);
+        let time = event["ts"].as_f64();
+        match event["ph"].as_str().unwrap() {
+            "M" => continue,
+            "X" => {
+                assert_eq!(event["cat"], "run");
+                assert!(event["dur"].as_f64().unwrap() >= 0.0);
+                assert!(event["args"]["operations"].as_u64().unwrap() >= 1);
+                counts[rank][0] += 1;
+            }
+            "b" => {
+                let id = event["id"].as_str().unwrap().to_owned();
+                assert!(open.insert(id, time.unwrap()).is_none(), "{event} begins twice");
+                counts[rank][category.unwrap()] += 1;
+            }
+            "e" => {
+                let began = open.remove(event["id"].as_str().unwrap()).unwrap();
+                assert!(began <= time.unwrap(), "{event} ends before it begins");
+            }
+            other => unreachable!("{other}"),
+        }
+    }
+    assert!(open.is_empty(), "{open:?}");
+    counts
+}
+
+fn timeline_path(name: &str) -> std::path::PathBuf {
+    std::env::temp_dir().join(format!("deuteron-{name}-{}.json", std::process::id()))
+}
+
+#[test]
+fn a_timeline_tells_what_every_rank_did() {
+    const STEPS: usize = 1000;
+    for over in Over::ALL {
+        let paths = ["first", "second"].map(|name| timeline_path(&format!("{name}-{over:?}")));
+        all(engines(over, 3, EngineOptions::default(), |engine| {
+            let nowhere = engine.start_timeline("/nowhere/at/all.json");
+            assert_eq!(nowhere.is_err(), engine.rank() == 0, "{nowhere:?}");
+            for path in &paths {
+                engine.start_timeline(path)?;
+                engine.barrier(None)?;
+                if engine.rank() == 2 {
+                    thread::sleep(Duration::from_millis(30));
+                }
+                for step in 0..STEPS {
+                    let handles = ["a \"quoted\" name", "b\\n\n"]
+                        .map(|name| engine.all_reduce(name, vec![step as f32; 3], ReduceOp::Sum));
+                    for handle in handles {
+                        assert_eq!(handle?.wait()?, [3.0 * step as f32; 3]);
+                    }
+                }
+                engine.barrier(None)?;
+                engine.stop_timeline()?;
+                engine.barrier(None)?;
+            }
+            Ok(())
+        }));
+        for path in &paths {
+            let counts = timeline(path, 3);
+            for [run, negotiate, wait] in &counts {
+                // Some are carried out together.
+                assert!(*run > STEPS / 2 && *negotiate >= 2 * STEPS - 2, "{over:?}: {counts:?}");
+                assert!(*wait > 0 || counts[0][2] > 0, "{over:?}: {counts:?}");
+            }
+            std::fs::remove_file(path).unwrap();
+        }
+    }
+}
+
+/// The lowest rank writes the file when the others have gone home, with what they did.
+#[test]
+fn a_timeline_does_not_wait_for_those_who_left() {
+    for over in [Over::SharedMemory, Over::Tcp] {
+        let path = timeline_path(&format!("left-{over:?}"));
+        let home = Barrier::new(3);
+        all(run(over, 3, |group| {
+            let engine = Engine::new(group, EngineOptions::default())?;
+            engine.start_timeline(&path)?;
+            engine.barrier(None)?;
+            for step in 0..20 {
+                assert_eq!(sum(&engine, "x", step as f32)?, 3.0 * step as f32);
+            }
+            if engine.rank() > 0 {
+                drop(engine);
+                home.wait();
+                return Ok(());
+            }
+            home.wait();
+            engine.stop_timeline()
+        }));
+        assert!(timeline(&path, 3).iter().all(|[run, ..]| *run >= 20));
+        std::fs::remove_file(path).unwrap();
+    }
 }

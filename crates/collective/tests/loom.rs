@@ -1,6 +1,7 @@
-//! Every interleaving of the shared-memory protocol, which x86 alone would never show.
+//! Every interleaving of the shared-memory protocol, which x86 alone would never show, and of the engine's queue.
 //!
-//! The protocol's own file is compiled here over loom's atomics and a futex made of loom's condition variable.
+//! Their own files are compiled here over loom's atomics and locks, a futex made of loom's condition variable, and a
+//! bell made of the same.
 
 #![expect(clippy::unwrap_used, reason = "a test fails loudly")]
 #![expect(
@@ -44,9 +45,17 @@ mod futex {
 
 #[path = "../src/shm/protocol.rs"]
 mod protocol;
+#[expect(dead_code, reason = "the engine uses more of it")]
+#[path = "../src/engine/queue.rs"]
+mod queue;
 
-use loom::{cell::UnsafeCell, sync::Arc, thread};
+use loom::{
+    cell::UnsafeCell,
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
 use protocol::{Board, Patience};
+use queue::Queue;
 use std::convert::Infallible;
 
 /// Nobody spins: loom explores the sleeping path, which contains the others.
@@ -150,5 +159,61 @@ fn what_was_published_counts() {
         });
         assert_eq!(verdict, Ok(()));
         dying.join().unwrap();
+    });
+}
+
+/// A bell that rings until somebody has heard it.
+#[derive(Default)]
+struct Bell {
+    rung: Mutex<bool>,
+    heard: Condvar,
+}
+
+impl Bell {
+    fn ring(&self) {
+        *self.rung.lock().unwrap() = true;
+        self.heard.notify_one();
+    }
+
+    fn wait(&self) {
+        let mut rung = self.rung.lock().unwrap();
+        while !std::mem::take(&mut *rung) {
+            rung = self.heard.wait(rung).unwrap();
+        }
+    }
+}
+
+/// Nothing submitted is left lying while the thread sleeps (QUEUE-1).
+#[test]
+fn whoever_submits_wakes_the_thread() {
+    model(|| {
+        let shared = Arc::new((Mutex::new(Queue::default()), Bell::default()));
+        let submitters: Vec<_> = (0..2u32)
+            .map(|event| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    let ring = shared.0.lock().unwrap().put(event);
+                    if ring {
+                        shared.1.ring();
+                    }
+                })
+            })
+            .collect();
+        let (queue, bell) = &*shared;
+        let (mut room, mut taken) = (Vec::new(), 0);
+        loop {
+            queue.lock().unwrap().take(&mut room);
+            taken += room.len();
+            if taken == 2 {
+                break;
+            }
+            if queue.lock().unwrap().sleep() {
+                bell.wait();
+                queue.lock().unwrap().wake();
+            }
+        }
+        for submitter in submitters {
+            submitter.join().unwrap();
+        }
     });
 }
