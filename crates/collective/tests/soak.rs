@@ -7,8 +7,10 @@
 
 mod support;
 
-use deuteron_collective::{Bucket, DType, Error, Group, ReduceOp, Reduction};
-use std::{any::Any, collections::BTreeMap};
+use deuteron_collective::{
+    Bucket, DType, Engine, EngineOptions, Error, Group, ReduceOp, Reduction,
+};
+use std::{any::Any, collections::BTreeMap, thread};
 use support::{
     Over, all,
     reference::{Sample, Style, digest, input, scatter, with_type},
@@ -136,9 +138,13 @@ fn call<T: Sample>(group: &Group, shelf: &mut Shelf<T>, random: u64) -> Result<u
     }
 }
 
-fn soak(over: Over, calls: usize) {
+fn seed() -> u64 {
     let seed = std::env::var("DEUTERON_SOAK_SEED").ok().and_then(|text| text.parse().ok());
-    let seed: u64 = seed.unwrap_or(20_261_115);
+    seed.unwrap_or(20_261_115)
+}
+
+fn soak(over: Over, calls: usize) {
+    let seed = seed();
     println!("{calls} calls over {over:?}, seed {seed}");
     let digests = all(run(over, RANKS, |group| {
         let mut shelves: BTreeMap<u8, Box<dyn Any>> = BTreeMap::new();
@@ -186,4 +192,101 @@ fn ten_thousand_calls_over_hosts_with_two_ranks() {
 #[test]
 fn ten_thousand_calls_over_unequal_hosts() {
     soak(Over::Unequal, 10_000);
+}
+
+/// Steps of an engine from several threads whose operations, sizes and memory change all the time; most of them come
+/// often enough to be frozen, and none of them for long.
+fn soak_engine(over: Over, steps: usize) {
+    const NAMES: usize = 24;
+    const THREADS: usize = 3;
+    let seed = seed();
+    println!("{steps} steps over {over:?}, seed {seed}");
+    all(run(over, RANKS, |group| {
+        let lengths = vec![40; NAMES];
+        let mut parts: Vec<Option<Bucket<f32>>> =
+            group.bucket(40 * NAMES)?.split_all(&lengths)?.into_iter().map(Some).collect();
+        let engine = Engine::new(group, EngineOptions::default().bucket_bytes(2000))?;
+        let rank = engine.rank();
+        let mut start = 0;
+        while start < steps {
+            // A time in which steps are much the same.
+            let choose = |what: usize, which: usize, choices: usize| {
+                scatter(seed, what + 100 * start, which) as usize % choices
+            };
+            let length = 3 + choose(0, 0, 25);
+            for step in start..start + length {
+                let odd = choose(1, step, 6);
+                let names = (0..NAMES).filter(|name| choose(2, *name, 3) > 0);
+                // One is missing now and then.
+                let names: Vec<usize> =
+                    names.filter(|name| odd > 0 || choose(3, *name, 4) > 0).collect();
+                let value = |rank: usize, name: usize| ((7 * rank + name + step) % 50) as f32;
+                let submit = |name: usize, part: Option<Bucket<f32>>| {
+                    let text = format!("tensor {name}");
+                    let count = 1 + choose(4, name, 39);
+                    Ok::<_, Error>(match part {
+                        Some(mut part) => {
+                            part.fill(value(rank, name));
+                            Ok(engine.all_reduce(text.as_str(), part, ReduceOp::Sum)?)
+                        }
+                        None => {
+                            let tensor = vec![value(rank, name); count];
+                            Err(engine.all_reduce(text.as_str(), tensor, ReduceOp::Sum)?)
+                        }
+                    })
+                };
+                let mut own: Vec<Vec<(usize, Option<Bucket<f32>>)>> =
+                    (0..THREADS).map(|_| Vec::new()).collect();
+                for name in &names {
+                    let registered = choose(5, *name, 2) == 0;
+                    let part = if registered { parts[*name].take() } else { None };
+                    own[(name + rank) % THREADS].push((*name, part));
+                }
+                let work = |mut own: Vec<(usize, Option<Bucket<f32>>)>| {
+                    own.sort_by_key(|(name, _)| scatter(step as u64, rank, *name));
+                    let begun = own
+                        .into_iter()
+                        .map(|(name, part)| Ok((name, submit(name, part)?)))
+                        .collect::<Result<Vec<_>, Error>>()?;
+                    let mut back = Vec::new();
+                    for (name, handle) in begun {
+                        let sum: f32 = (0..RANKS).map(|rank| value(rank, name)).sum();
+                        match handle {
+                            Ok(part) => {
+                                let part = part.wait()?;
+                                assert!(part.iter().all(|value| *value == sum), "step {step}");
+                                back.push((name, part));
+                            }
+                            Err(plain) => {
+                                let plain = plain.wait()?;
+                                assert!(plain.iter().all(|value| *value == sum), "step {step}");
+                            }
+                        }
+                    }
+                    Ok::<_, Error>(back)
+                };
+                let back = thread::scope(|scope| {
+                    let threads: Vec<_> =
+                        own.into_iter().map(|own| scope.spawn(|| work(own))).collect();
+                    let joined = threads.into_iter().map(|thread| thread.join().unwrap());
+                    joined.collect::<Result<Vec<_>, Error>>()
+                })?;
+                for (name, part) in back.into_iter().flatten() {
+                    parts[name] = Some(part);
+                }
+            }
+            start += length;
+        }
+        Ok(())
+    }));
+}
+
+#[test]
+fn three_thousand_steps_of_an_engine_over_shared_memory() {
+    soak_engine(Over::SharedMemory, 3_000);
+}
+
+#[test]
+fn a_thousand_steps_of_an_engine_over_tcp() {
+    soak_engine(Over::Tcp, 1_000);
 }
