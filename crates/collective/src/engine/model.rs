@@ -2,7 +2,8 @@
 //!
 //! Every operation has to run once on all ranks that asked for it, in the same order everywhere, with the same sizes;
 //! nothing may be lost, and nobody may take part in what it has not asked for unless it has joined.
-#![expect(clippy::unwrap_used, reason = "a test fails loudly")]
+//!
+//! `DEUTERON_MODEL_CASES` makes more of them.
 
 use super::{
     coordinator::{Coordinator, Rules},
@@ -341,9 +342,9 @@ fn simulate(program: &Program) -> Result<Seen, String> {
         }
         idle = if before == all[index].progress() { idle + 1 } else { 0 };
         if idle > 5_000 {
-            let where_: Vec<_> =
+            let states: Vec<_> =
                 all.iter().map(|rank| (rank.step, &rank.waits, rank.joined)).collect();
-            return Err(format!("nothing moves any more: {where_:?}; {coordinator:?}"));
+            return Err(format!("nothing moves any more: {states:?}; {coordinator:?}"));
         }
     }
     check(program, &all)?;

@@ -354,6 +354,9 @@ impl Progress {
 
     /// Sends the next decision, and those after it as far as links hold them whatever the others do (DRIVE-3).
     fn say_ahead(&mut self) {
+        if self.unsaid.is_empty() {
+            return;
+        }
         let mut ahead: usize = self.said.iter().sum();
         while let Some(bytes) = self.unsaid.pop_front() {
             if !self.said.is_empty() && ahead + bytes.len() > AHEAD {

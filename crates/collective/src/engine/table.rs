@@ -530,7 +530,7 @@ impl Table {
 
     /// Nobody waits for it any more; `memory` is kept for as long as it is on its way.
     pub fn abandon(&mut self, receipt: Receipt, memory: Option<Box<dyn Any + Send>>) {
-        if self.is_done(receipt) {
+        if self.failed || self.is_done(receipt) {
             self.failures.remove(&receipt.key());
             self.outputs.remove(&receipt.key());
             self.release(receipt);
