@@ -156,8 +156,10 @@ impl fmt::Display for Request {
 
 /// Who differs, in words.
 pub(crate) fn differing<'a>(requests: impl Iterator<Item = (usize, &'a Request)>) -> String {
-    let said: Vec<(usize, String)> =
+    let mut said: Vec<(usize, String)> =
         requests.map(|(rank, request)| (rank, request.to_string())).collect();
+    // The same words whoever came first.
+    said.sort_by_key(|(rank, _)| *rank);
     disagreement(&said)
 }
 
