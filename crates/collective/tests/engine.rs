@@ -968,7 +968,8 @@ fn a_report_says_who_waits_for_whom() {
             }
             engine.barrier(None)?;
             assert_eq!(engine.report()?, "no operation waits for a rank");
-            engine.barrier(None)
+            asked.wait();
+            Ok(())
         }));
     }
 }
@@ -1133,8 +1134,11 @@ fn a_timeline_tells_what_every_rank_did() {
             for path in &paths {
                 engine.start_timeline(path)?;
                 engine.barrier(None)?;
-                if engine.rank() == 2 {
-                    thread::sleep(Duration::from_millis(30));
+                // The others have certainly fallen asleep by then.
+                while engine.rank() == 2
+                    && !engine.report()?.contains("has waited 0.3 s for rank 2")
+                {
+                    thread::sleep(Duration::from_millis(5));
                 }
                 for step in 0..STEPS {
                     let handles = ["a \"quoted\" name", "b\\n\n"]
