@@ -825,7 +825,7 @@ impl Shared {
         };
         let result = if table.is_done(receipt) { table.outcome(receipt) } else { None };
         drop(table);
-        callback(result.unwrap_or_else(|| Err(self.failure(Some(receipt)))));
+        call(callback, result.unwrap_or_else(|| Err(self.failure(Some(receipt)))));
     }
 }
 
