@@ -46,7 +46,7 @@ fn a_running_job_says_who_waits_for_whom() {
         let (code, text) = report(&[&process.to_string()]);
         assert_eq!(code, Some(0), "{text}");
         for words in [
-            "of 3 on ",
+            ", one of 3 (process ",
             "last, all_reduce(i64 [1], sum), has waited",
             "for rank 1",
             ": in its own code since layer ",
@@ -63,7 +63,7 @@ fn a_running_job_says_who_waits_for_whom() {
     // By a signal, in the log of the rank that gets it.
     kill_process(Pid::from_raw(processes[2]).unwrap(), Signal::USR2).unwrap();
     launch.wait_until("a report of rank 2", |lines| {
-        lines.iter().find(|line| line.contains("rank 2 of 3 on ")).map(|_| ())
+        lines.iter().find(|line| line.contains(", one of 3: ")).map(|_| ())
     });
     go(&folder);
     let ended = launch.end();

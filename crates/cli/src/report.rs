@@ -97,8 +97,11 @@ mod tests {
             0000: 00000002 00000000 00010000 0001 01 45 /run/other";
         assert_eq!(processes(listing), [17]);
         let answers: Vec<(&str, &str)> =
-            parse("rank 0 of 2 on a\nnothing\nwaits\0rank 1 of 2 on a\nx\0").collect();
-        assert_eq!(answers, [("rank 0 of 2 on a", "nothing\nwaits"), ("rank 1 of 2 on a", "x")]);
+            parse("rank 0 on a, one of 2\nnothing\nwaits\0rank 1 on a, one of 2\nx\0").collect();
+        assert_eq!(
+            answers,
+            [("rank 0 on a, one of 2", "nothing\nwaits"), ("rank 1 on a, one of 2", "x")]
+        );
     }
 
     #[test]

@@ -1154,8 +1154,8 @@ fn a_timeline_tells_what_every_rank_did() {
         for path in &paths {
             let counts = timeline(path, 3);
             for [run, negotiate, wait] in &counts {
-                // Some are carried out together.
-                assert!(*run > STEPS / 2 && *negotiate >= 2 * STEPS - 2, "{over:?}: {counts:?}");
+                // Most are carried out, and told, together.
+                assert!(*run > STEPS / 2 && *negotiate >= STEPS, "{over:?}: {counts:?}");
                 assert!(*wait > 0 || counts[0][2] > 0, "{over:?}: {counts:?}");
             }
             std::fs::remove_file(path).unwrap();

@@ -20,11 +20,7 @@
 //! `AGAIN microseconds message`, `END microseconds
 //! message` or `DONE`; `LEAK ..` if a group has left something. The log goes to standard error.
 #![expect(unsafe_code, reason = "fork and alarm are C's")]
-#![expect(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a program that tells its test what it sees"
-)]
+#![expect(clippy::print_stdout, reason = "a program that tells its test what it sees")]
 #![expect(clippy::panic, reason = "panicking is one of the things that happen to a rank")]
 
 use deuteron_chaos::{now, read_identity};

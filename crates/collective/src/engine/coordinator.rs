@@ -92,6 +92,8 @@ struct Step {
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     rules: Rules,
+    /// How ranks are called: by their numbers in the outermost group.
+    called: Vec<usize>,
     names: HashMap<String, u32>,
     operations: Vec<Operation>,
     free: Vec<u32>,
@@ -118,6 +120,7 @@ impl Coordinator {
     pub fn new(rules: Rules) -> Self {
         Self {
             rules,
+            called: (0..rules.ranks).collect(),
             names: HashMap::new(),
             operations: Vec::new(),
             free: Vec::new(),
@@ -131,6 +134,11 @@ impl Coordinator {
             decisions: Vec::new(),
             oldest: None,
         }
+    }
+
+    /// The same, of ranks that are called something else.
+    pub fn calling(self, called: Vec<usize>) -> Self {
+        Self { called, ..self }
     }
 
     /// Takes in what a rank says. Words about the report and the timeline are not for this machine.
@@ -278,7 +286,8 @@ impl Coordinator {
         }
         let refusal = if let Some(rank) = operation.twice {
             Some(format!(
-                "rank {rank} submitted it again before it was done; give every operation its own name"
+                "rank {} submitted it again before it was done; give every operation its own name",
+                self.called[rank]
             ))
         } else if !operation.odd.is_empty() {
             let first = operation.ready.iter().enumerate().filter(|(rank, ready)| {
@@ -287,9 +296,9 @@ impl Coordinator {
             let requests = first
                 .map(|(rank, _)| (rank, &operation.request))
                 .chain(operation.odd.iter().map(|(rank, request)| (*rank, request)));
-            Some(differing(requests))
+            Some(differing(requests.map(|(rank, request)| (self.called[rank], request))))
         } else {
-            gone.first().and_then(|rank| without(*rank, &operation.request))
+            gone.first().and_then(|rank| without(self.called[*rank], &operation.request))
         };
         match refusal {
             Some(reason) => {
@@ -672,7 +681,8 @@ pub(crate) fn report(
             0 => String::new(),
             more => format!(" and {more} more in its bucket"),
         };
-        let ranks: Vec<String> = wait.missing.iter().map(usize::to_string).collect();
+        let called = |rank: &usize| coordinator.called[*rank].to_string();
+        let ranks: Vec<String> = wait.missing.iter().map(called).collect();
         let word = if ranks.len() == 1 { "rank" } else { "ranks" };
         let (name, request) = (wait.name, wait.request);
         let time = crate::error::seconds(now.saturating_sub(wait.since));
@@ -697,7 +707,7 @@ pub(crate) fn report(
             }
             None => "it has not answered".into(),
         };
-        lines.push(format!("rank {rank} on {}: {said}", host(rank)));
+        lines.push(format!("rank {} on {}: {said}", coordinator.called[rank], host(rank)));
     }
     lines.join("\n")
 }

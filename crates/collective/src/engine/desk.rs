@@ -113,12 +113,8 @@ fn reports() -> Vec<(String, String)> {
         .collect();
     let report = |engine: &Arc<Shared>| {
         let health = &engine.health;
-        let who = format!(
-            "rank {} of {} on {}",
-            health.rank,
-            health.hosts.len(),
-            health.host(health.rank)
-        );
+        let (rank, host) = (health.name(health.rank), health.host(health.rank));
+        let who = format!("rank {rank} on {host}, one of {}", health.hosts.len());
         (who, engine.report().unwrap_or_else(|error| error.to_string()))
     };
     engines.iter().map(report).collect()

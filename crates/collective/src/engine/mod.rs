@@ -36,7 +36,7 @@ pub use table::{RawTensor, Receipt, Submission};
 use crate::{
     Element, Gathered, Group, ReduceOp, Reduction,
     call::Kind,
-    error::{Error, Result},
+    error::{Error, FailureKind, Result, seconds},
     fork,
     health::Health,
 };
@@ -235,7 +235,6 @@ impl Shared {
 
     fn submit(&self, submission: &Submission<'_>, waits: bool) -> Result<Receipt> {
         self.refuse_forks()?;
-        let clock = self.clock();
         let mut table = self.table();
         if table.failed {
             drop(table);
@@ -245,7 +244,7 @@ impl Shared {
             self.waited.store(false, Ordering::Relaxed);
             table.next_era();
         }
-        let (receipt, next) = table.submit(submission, waits, clock);
+        let (receipt, next) = table.submit(submission, waits, || self.clock());
         drop(table);
         match next {
             Next::Ring => self.ring(),
@@ -659,7 +658,15 @@ impl Engine {
         let mut table = self.shared.table();
         table.join(now);
         drop(table);
-        self.shared.wait_for(None, None, |table| table.last_joined.is_some())?;
+        let limit = self.group.limit();
+        let deadline = limit.map(|limit| Instant::now() + limit);
+        if !self.shared.wait_for(None, deadline, |table| table.last_joined.is_some())? {
+            let cause =
+                format!("not all ranks have joined after {}", seconds(limit.unwrap_or_default()));
+            let health = &self.shared.health;
+            health.fail(health.own(FailureKind::TimedOut, cause));
+            return Err(health.error(&"join"));
+        }
         Ok(self.shared.table().last_joined.unwrap_or_default())
     }
 
@@ -672,6 +679,11 @@ impl Engine {
     /// nothing.
     pub fn start_timeline(&self, path: impl AsRef<Path>) -> Result<()> {
         if self.rank() == 0 {
+            if self.shared.is_traced() {
+                return Err(Error::Invalid(
+                    "a timeline is being recorded already: stop it first".into(),
+                ));
+            }
             let path = path.as_ref();
             std::fs::File::create(path).map_err(|error| {
                 Error::system(format!("no timeline in {}", path.display()), error)

@@ -200,7 +200,8 @@ impl Progress {
             most: options.bucket_bytes,
             deterministic: options.deterministic,
         };
-        let coordinator = (group.rank() == 0).then(|| Coordinator::new(rules));
+        let coordinator = (group.rank() == 0)
+            .then(|| Coordinator::new(rules).calling(group.outer_ranks().to_vec()));
         Self {
             limit: group.limit(),
             group,
@@ -794,7 +795,7 @@ impl Progress {
                         .collect();
                     let near =
                         (0..self.group.size()).map(|rank| self.group.is_near(rank)).collect();
-                    Timeline::start(path, hosts, near)
+                    Timeline::start(path, hosts, near, self.group.outer_ranks().to_vec())
                 });
             }
             shared.completed(Vec::new());

@@ -197,6 +197,9 @@ pub(super) struct Bucket {
     /// A member lies elsewhere than when `whole` was found out.
     pub moved: bool,
     left: usize,
+    /// When the first member of this round was submitted, for the timeline, and which came last.
+    first_at: u64,
+    last: u32,
     /// The members of this round are told one by one (TABLE-3).
     singly: bool,
     pub round: u64,
@@ -252,13 +255,13 @@ impl Table {
         self.era = self.era.wrapping_add(1);
     }
 
-    /// Takes an operation in. `clock` is the nanosecond for the timeline, zero if none is recorded. `waits`: the
+    /// Takes an operation in. `clock` gives the nanosecond for the timeline, zero if none is recorded. `waits`: the
     /// caller is going to wait for it and drives, so nobody has to be woken.
     pub fn submit(
         &mut self,
         submission: &Submission<'_>,
         waits: bool,
-        clock: u64,
+        clock: impl Fn() -> u64,
     ) -> (Result<Receipt>, Next) {
         let found = match submission.name {
             Some(name) => match self.entry_named(name) {
@@ -297,7 +300,6 @@ impl Table {
         self.flying += 1;
         flight.epoch += 1;
         flight.announced = false;
-        flight.submitted_at = clock;
         let mut moved = false;
         match submission.tensors {
             [one] => {
@@ -321,13 +323,21 @@ impl Table {
             known.agreed = false;
         }
         let next = match flight.bucket {
-            NO_BUCKET => self.put(Event::Submitted { entry, era: self.era }, waits),
+            NO_BUCKET => {
+                flight.submitted_at = clock();
+                self.put(Event::Submitted { entry, era: self.era }, waits)
+            }
             bucket if !same => self.put(Event::Open(bucket), waits),
             number => {
                 let bucket = &mut self.buckets[number as usize];
                 (flight.in_bucket, flight.round) = (number, bucket.round);
                 (receipt.bucket, receipt.round) = (number, bucket.round);
                 bucket.moved |= moved;
+                if bucket.left == bucket.members.len() {
+                    bucket.first_at = clock();
+                }
+                flight.submitted_at = bucket.first_at;
+                bucket.last = entry;
                 bucket.left -= 1;
                 if bucket.singly {
                     self.put(Event::Submitted { entry, era: self.era }, waits)
@@ -682,6 +692,8 @@ impl Table {
             whole: None,
             moved: true,
             left,
+            first_at: 0,
+            last: 0,
             singly,
             round: 0,
             thawed: false,
@@ -767,22 +779,34 @@ impl Table {
             .collect()
     }
 
-    /// Notes the negotiation of a bucket's members, and its run.
+    /// Notes the negotiation of a bucket, with the member that it waited for here, and its run.
     pub fn record_bucket(&mut self, bucket: u32, start: u64, end: u64) {
-        let Some(state) = self.buckets.get(bucket as usize) else { return };
-        let (members, fused) = (state.members.clone(), state.members.len() as u32);
-        for member in &members {
-            let submitted = self.entries[*member as usize].submitted_at();
-            self.record(Phase::Negotiate, *member, submitted, start);
+        let (Some(state), Some(trace)) = (self.buckets.get(bucket as usize), &mut self.trace)
+        else {
+            return;
+        };
+        let of = |member: &u32| &self.entries[*member as usize];
+        let bytes = state.members.iter().map(|member| of(member).request.bytes() as u64).sum();
+        let fused = state.members.len() as u32;
+        if state.first_at != 0 {
+            let name = format!("bucket {bucket}, {} last", of(&state.last).name);
+            trace.push(Traced {
+                phase: Phase::Negotiate,
+                name,
+                start: state.first_at,
+                end: start,
+                bytes,
+                fused,
+            });
         }
-        let bytes = members
-            .iter()
-            .map(|member| self.entries[*member as usize].request.bytes() as u64)
-            .sum();
-        if let Some(trace) = &mut self.trace {
-            let name = format!("bucket {bucket}");
-            trace.push(Traced { phase: Phase::Run, name, start, end, bytes, fused });
-        }
+        trace.push(Traced {
+            phase: Phase::Run,
+            name: format!("bucket {bucket}"),
+            start,
+            end,
+            bytes,
+            fused,
+        });
     }
 
     /// Notes a stretch of time for the timeline.

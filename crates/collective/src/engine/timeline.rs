@@ -28,14 +28,22 @@ struct Batch {
 
 impl Timeline {
     /// Opens the file and names the ranks; a file that cannot be written is logged, and nothing is recorded.
-    pub fn start(path: PathBuf, hosts: Vec<String>, near: Vec<bool>) -> Option<Self> {
+    pub fn start(
+        path: PathBuf,
+        hosts: Vec<String>,
+        near: Vec<bool>,
+        called: Vec<usize>,
+    ) -> Option<Self> {
         let failed =
             |error: &io::Error| tracing::warn!("no timeline in {}: {error}", path.display());
         let file = File::create(&path).inspect_err(failed).ok()?;
         let mut writer = BufWriter::new(file);
         let ended = vec![false; hosts.len()];
         let named = writer.write_all(b"[\n").and_then(|()| {
-            hosts.iter().enumerate().try_for_each(|(rank, host)| name_rank(&mut writer, rank, host))
+            called
+                .iter()
+                .zip(&hosts)
+                .try_for_each(|(rank, host)| name_rank(&mut writer, *rank, host))
         });
         named.inspect_err(failed).ok()?;
         let (to_writer, batches) = channel::<Batch>();
@@ -46,7 +54,7 @@ impl Timeline {
                         .events
                         .iter()
                         .try_for_each(|event| {
-                            write_event(&mut writer, batch.rank, batch.offset, event)
+                            write_event(&mut writer, called[batch.rank], batch.offset, event)
                         })
                         .and_then(|()| writer.flush());
                     if let Err(error) = written {
