@@ -44,7 +44,10 @@ use progress::{Progress, Watched};
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, eventfd, poll},
     fd::{BorrowedFd, OwnedFd},
-    time::{ClockId, Timespec, clock_gettime},
+    time::{
+        ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec,
+        clock_gettime, timerfd_create, timerfd_settime,
+    },
 };
 use std::{
     fmt,
@@ -61,6 +64,9 @@ use table::{Callback, Event, Next, Table};
 
 /// How long a bucket waits for members that this rank has not submitted while somebody waits for one that it has.
 const GRACE: Duration = Duration::from_millis(2);
+
+/// How long the thread leaves to a user's thread what is ready to run.
+const HEAD_START: Duration = Duration::from_micros(50);
 
 /// How long a report may take.
 const REPORT_TIME: Duration = Duration::from_secs(3);
@@ -122,6 +128,7 @@ pub(crate) struct Shared {
     /// Gone when the engine is.
     progress: Mutex<Option<Progress>>,
     bell: OwnedFd,
+    timer: Timer,
     /// Until when the thread sleeps, in nanoseconds of the coarse clock.
     sleeps_until: AtomicU64,
     traced: AtomicBool,
@@ -138,6 +145,42 @@ struct Patience {
     /// How often it looks before it wakes the others: they may be about to look themselves.
     quiet: u32,
     crowded: bool,
+}
+
+/// Wakes the thread after a while.
+struct Timer {
+    fd: OwnedFd,
+    set: AtomicBool,
+}
+
+impl Timer {
+    fn new() -> rustix::io::Result<Self> {
+        let fd = timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+        )?;
+        Ok(Self { fd, set: AtomicBool::new(false) })
+    }
+
+    fn set(&self, after: Duration) {
+        self.set.store(true, Ordering::Relaxed);
+        self.settle(after);
+    }
+
+    /// Also makes it unreadable again.
+    fn stop(&self) {
+        if self.set.load(Ordering::Relaxed) && self.set.swap(false, Ordering::Relaxed) {
+            self.settle(Duration::ZERO);
+        }
+    }
+
+    fn settle(&self, after: Duration) {
+        let never = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let after = Timespec { tv_nsec: i64::from(after.subsec_nanos()), ..never };
+        let time = Itimerspec { it_interval: never, it_value: after };
+        // It cannot fail: the descriptor is a timer, and the time is one.
+        let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &time);
+    }
 }
 
 /// Nanoseconds of the clock that ranks of a host have in common.
@@ -254,13 +297,19 @@ impl Shared {
         receipt
     }
 
-    /// Passes on what was submitted without carrying anything out; wakes the thread if there is more to do.
+    /// Passes on what was submitted without carrying anything out. If there is more to do, the thread does it in a
+    /// moment, unless this one comes back and waits: as a rule that is sooner than anybody can be woken.
     fn nudge(&self) {
         match self.progress.try_lock() {
             Ok(mut guard) => {
                 if let Some(progress) = guard.as_mut() {
                     match progress.drive(self, false) {
-                        Ok(more) => self.rest(progress, more, false),
+                        Ok(more) => {
+                            self.rest(progress, false);
+                            if more {
+                                self.timer.set(HEAD_START);
+                            }
+                        }
                         Err(error) => self.fail(progress, &error),
                     }
                 }
@@ -271,12 +320,12 @@ impl Shared {
     }
 
     /// Leaves driving to the thread (DRIVE-1).
-    fn rest(&self, progress: &mut Progress, more: bool, urgent: bool) {
+    fn rest(&self, progress: &mut Progress, urgent: bool) {
         let mut watched = Watched::default();
         let idle = progress.arm(self, &mut watched, urgent);
         let until = watched.until.map_or(u64::MAX, |until| until.as_nanos() as u64);
         let late = until < self.sleeps_until.load(Ordering::Relaxed);
-        if more || !idle || late || watched.sends() || !self.table().queue.is_empty() {
+        if !idle || late || watched.sends() || !self.table().queue.is_empty() {
             self.ring();
         }
     }
@@ -297,6 +346,7 @@ impl Shared {
             return Err(self.failure(receipt));
         }
         drop(table);
+        self.timer.stop();
         match self.progress.try_lock() {
             Ok(mut guard) => {
                 if let Some(progress) = guard.as_mut() {
@@ -319,7 +369,7 @@ impl Shared {
                             std::hint::spin_loop();
                         }
                     }
-                    self.rest(progress, false, !over);
+                    self.rest(progress, !over);
                 }
             }
             Err(TryLockError::WouldBlock) => self.ring(),
@@ -445,6 +495,7 @@ impl Shared {
     fn doze(&self, watched: &Watched) {
         let mut fds = vec![
             PollFd::new(&self.bell, PollFlags::IN),
+            PollFd::new(&self.timer.fd, PollFlags::IN),
             PollFd::new(&self.health.alarm, PollFlags::IN),
         ];
         for (fd, flags) in &watched.fds {
@@ -460,6 +511,7 @@ impl Shared {
         });
         let _ = poll(&mut fds, left.as_ref());
         let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+        self.timer.stop();
     }
 }
 
@@ -514,7 +566,7 @@ impl Engine {
         let crowded = group.is_crowded();
         let patience = match crowded {
             true => Patience { looks: 20, quiet: 0, crowded },
-            false => Patience { looks: 1000, quiet: 30, crowded },
+            false => Patience { looks: 2000, quiet: 30, crowded },
         };
         let shared = Arc::new(Shared {
             health: Arc::clone(group.health()),
@@ -525,6 +577,7 @@ impl Engine {
             waited: AtomicBool::new(false),
             progress: Mutex::new(Some(Progress::new(group.clone(), links, &options))),
             bell,
+            timer: Timer::new().map_err(failed)?,
             sleeps_until: AtomicU64::new(0),
             traced: AtomicBool::new(false),
             timeline_path: Mutex::default(),

@@ -853,14 +853,14 @@ impl Progress {
         Ok(())
     }
 
-    /// Readies the links to wake the thread (DRIVE-1). None if there is more to do at once.
+    /// Readies the links to wake the thread (DRIVE-1). False if there is more to take at once.
     ///
     /// As long as the lowest rank has nothing on its way, nothing can run, and what others tell it can lie until it
     /// has, or until one of them has to sleep (`urgent`).
     pub fn arm(&mut self, shared: &Shared, watched: &mut Watched, urgent: bool) -> bool {
         watched.fds.clear();
         let patient = self.coordinator.is_some() && !shared.table().is_busy();
-        let mut idle = self.decisions.is_empty();
+        let mut idle = true;
         self.ring(urgent);
         for line in self.lines.iter_mut().flatten() {
             line.link.be_patient(patient);
