@@ -276,18 +276,33 @@ impl Shared {
         Ok(())
     }
 
+    #[inline]
     fn submit(&self, submission: &Submission<'_>, waits: bool) -> Result<Receipt> {
-        self.refuse_forks()?;
+        let mut refusal = None;
+        let receipt = self.take_in(submission, waits, &mut refusal);
+        match refusal {
+            Some(error) if receipt.is_refused() => Err(error),
+            _ => Ok(receipt),
+        }
+    }
+
+    fn take_in(
+        &self,
+        submission: &Submission<'_>,
+        waits: bool,
+        refusal: &mut Option<Error>,
+    ) -> Receipt {
         let mut table = self.table();
-        if table.failed {
+        if table.failed || self.forks != fork::forks() {
             drop(table);
-            return Err(self.failure(None));
+            *refusal = Some(self.refuse_forks().err().unwrap_or_else(|| self.failure(None)));
+            return Receipt::REFUSED;
         }
         if self.waited.load(Ordering::Relaxed) {
             self.waited.store(false, Ordering::Relaxed);
             table.next_era();
         }
-        let (receipt, next) = table.submit(submission, waits, || self.clock());
+        let (receipt, next) = table.submit(submission, waits, || self.clock(), refusal);
         drop(table);
         match next {
             Next::Ring => self.ring(),
@@ -439,13 +454,18 @@ impl Shared {
         outcome.map_err(|()| self.failure(receipt))
     }
 
+    #[inline]
     fn wait(&self, receipt: Receipt) -> Result<Vec<Output>> {
         self.waited.store(true, Ordering::Relaxed);
         // The usual case after the first of a bucket: no lock, and nothing to clean up (TABLE-2).
         let round = self.rounds.get(receipt.bucket as usize);
-        if round.is_some_and(|round| round.load(Ordering::Acquire) > receipt.round) {
+        if round.is_some_and(|round| receipt.is_over(round.load(Ordering::Acquire))) {
             return Ok(Vec::new());
         }
+        self.wait_long(receipt)
+    }
+
+    fn wait_long(&self, receipt: Receipt) -> Result<Vec<Output>> {
         self.refuse_forks()?;
         self.wait_for(Some(receipt), None, |table| table.is_done(receipt))?;
         self.table().collect(receipt)
@@ -830,6 +850,7 @@ impl Engine {
     /// # Safety
     /// Every tensor is aligned, holds as many elements as its shape says, and nobody else uses or frees it before
     /// the operation is done or has failed.
+    #[inline]
     pub unsafe fn submit(&self, submission: &Submission<'_>) -> Result<Receipt> {
         self.check(submission)?;
         self.shared.submit(submission, false)
@@ -841,6 +862,7 @@ impl Engine {
     }
 
     /// Waits until an operation is done, and returns what it has made, if it makes anything.
+    #[inline]
     pub fn wait(&self, receipt: Receipt) -> Result<Vec<Output>> {
         self.shared.wait(receipt)
     }

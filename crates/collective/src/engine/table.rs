@@ -56,21 +56,39 @@ pub struct Receipt {
     pub(super) entry: u32,
     /// The bucket it was submitted into, or [`NO_BUCKET`].
     pub(super) bucket: u32,
-    pub(super) epoch: u64,
-    /// The bucket's round.
-    pub(super) round: u64,
+    /// How many operations of the entry there have been, and rounds of the bucket: the lower halves, so that a
+    /// receipt fits into two registers.
+    epoch: u32,
+    round: u32,
 }
 
 /// Stands for no bucket.
 pub(super) const NO_BUCKET: u32 = u32::MAX;
 
 impl Receipt {
+    /// Stands for a submission that was refused.
+    pub(super) const REFUSED: Self = Self { entry: u32::MAX, bucket: NO_BUCKET, epoch: 0, round: 0 };
+
+    pub(super) fn is_refused(self) -> bool {
+        self == Self::REFUSED
+    }
+
     fn key(self) -> Key {
         (self.entry, self.epoch)
     }
 
     fn loose(entry: u32, epoch: u64) -> Self {
-        Self { entry, bucket: NO_BUCKET, epoch, round: 0 }
+        Self { entry, bucket: NO_BUCKET, epoch: epoch as u32, round: 0 }
+    }
+
+    /// Whether its bucket's round is over, if so many are.
+    pub(super) fn is_over(self, rounds: u64) -> bool {
+        (rounds as u32).wrapping_sub(self.round) as i32 > 0
+    }
+
+    /// Whether it is done, if so many operations of its entry are.
+    fn is_among(self, done: u64) -> bool {
+        (done as u32).wrapping_sub(self.epoch) as i32 >= 0
     }
 }
 
@@ -96,9 +114,11 @@ pub(super) enum Next {
     Ring,
 }
 
-/// What every submission touches, in one cache line.
+/// What every submission touches, in one cache line: with a thousand operations in a random order each line is a miss.
 #[repr(C, align(64))]
 struct Flight {
+    /// Fingerprint of the name: with the hash that found it, 128 bits that stand for the name.
+    name: u64,
     /// Fingerprint of the request.
     fingerprint: u64,
     /// The only tensor, where there is one.
@@ -110,17 +130,13 @@ struct Flight {
     in_bucket: u32,
     /// The bucket that the name belongs to.
     bucket: u32,
-    submitted_at: u64,
     era: u32,
     /// The coordinator has been told of the operation on its way.
     announced: bool,
 }
 
-/// What is looked at first lies side by side: with a thousand operations in a random order every line is a miss.
-#[repr(C, align(128))]
 pub(super) struct Entry {
     flight: Flight,
-    label: Label,
     pub name: Arc<str>,
     pub request: Request,
     /// The tensors, where there are none or several.
@@ -132,42 +148,18 @@ pub(super) struct Entry {
     pub number: Option<u32>,
     /// The coordinator knows `request` as that of the last run.
     pub agreed: bool,
+    /// When the operation on its way was submitted, for the timeline; not known while it is in a bucket.
+    submitted_at: u64,
     once: bool,
 }
 
-/// A name that is not too long.
-struct Label {
-    length: u8,
-    bytes: [u8; Self::MOST],
-}
-
-impl Label {
-    const MOST: usize = 63;
-
-    fn new(name: &str) -> Self {
-        let mut label = Self { length: u8::MAX, bytes: [0; Self::MOST] };
-        if let Some(bytes) = label.bytes.get_mut(..name.len()) {
-            bytes.copy_from_slice(name.as_bytes());
-            label.length = name.len() as u8;
-        }
-        label
-    }
-}
-
 impl Entry {
-    fn is_called(&self, name: &str) -> bool {
-        match self.label.bytes.get(..usize::from(self.label.length)) {
-            Some(bytes) => bytes == name.as_bytes(),
-            None => *self.name == *name,
-        }
-    }
-
     pub fn is_in(&self, bucket: u32, round: u64) -> bool {
         (self.flight.in_bucket, self.flight.round) == (bucket, round)
     }
 
     pub fn submitted_at(&self) -> u64 {
-        self.flight.submitted_at
+        self.submitted_at
     }
 
     /// Where its only tensor lies.
@@ -209,7 +201,7 @@ pub(super) struct Bucket {
 pub(super) type Callback = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Entry and epoch of an operation.
-type Key = (u32, u64);
+type Key = (u32, u32);
 
 #[derive(Default)]
 pub(super) struct Table {
@@ -256,13 +248,16 @@ impl Table {
     }
 
     /// Takes an operation in. `clock` gives the nanosecond for the timeline, zero if none is recorded. `waits`: the
-    /// caller is going to wait for it and drives, so nobody has to be woken.
+    /// caller is going to wait for it and drives, so nobody has to be woken. Why it is refused goes into `refusal`: a
+    /// result with an error in it would not fit into registers.
+    #[inline(always)]
     pub fn submit(
         &mut self,
         submission: &Submission<'_>,
         waits: bool,
         clock: impl Fn() -> u64,
-    ) -> (Result<Receipt>, Next) {
+        refusal: &mut Option<Error>,
+    ) -> (Receipt, Next) {
         let found = match submission.name {
             Some(name) => match self.entry_named(name) {
                 Some(entry) => Ok(entry),
@@ -280,7 +275,10 @@ impl Table {
         };
         let entry = match found {
             Ok(entry) => entry,
-            Err(error) => return (Err(error), Next::Nothing),
+            Err(error) => {
+                *refusal = Some(error);
+                return (Receipt::REFUSED, Next::Nothing);
+            }
         };
         let index = entry as usize;
         if !self.is_idle(entry) {
@@ -289,7 +287,8 @@ impl Table {
                 "an operation named {name:?} is on its way already: wait for it, or give this one another name"
             );
             let next = self.put(Event::Twice(entry), false);
-            return (Err(Error::Invalid(text)), next);
+            *refusal = Some(Error::Invalid(text));
+            return (Receipt::REFUSED, next);
         }
         let known = &mut self.entries[index];
         let flight = &mut known.flight;
@@ -324,19 +323,18 @@ impl Table {
         }
         let next = match flight.bucket {
             NO_BUCKET => {
-                flight.submitted_at = clock();
+                known.submitted_at = clock();
                 self.put(Event::Submitted { entry, era: self.era }, waits)
             }
             bucket if !same => self.put(Event::Open(bucket), waits),
             number => {
                 let bucket = &mut self.buckets[number as usize];
                 (flight.in_bucket, flight.round) = (number, bucket.round);
-                (receipt.bucket, receipt.round) = (number, bucket.round);
+                (receipt.bucket, receipt.round) = (number, bucket.round as u32);
                 bucket.moved |= moved;
                 if bucket.left == bucket.members.len() {
                     bucket.first_at = clock();
                 }
-                flight.submitted_at = bucket.first_at;
                 bucket.last = entry;
                 bucket.left -= 1;
                 if bucket.singly {
@@ -349,7 +347,7 @@ impl Table {
                 }
             }
         };
-        (Ok(receipt), next)
+        (receipt, next)
     }
 
     fn put(&mut self, event: Event, waits: bool) -> Next {
@@ -374,6 +372,7 @@ impl Table {
     fn insert(&mut self, name: &str, request: Request, fingerprint: u64, once: bool) -> u32 {
         let name: Arc<str> = name.into();
         let flight = Flight {
+            name: names(name.as_bytes()).1,
             fingerprint,
             data: std::ptr::null_mut(),
             epoch: 0,
@@ -381,13 +380,11 @@ impl Table {
             round: 0,
             in_bucket: NO_BUCKET,
             bucket: NO_BUCKET,
-            submitted_at: 0,
             era: u32::MAX,
             announced: false,
         };
         let mut entry = Entry {
             flight,
-            label: Label::new(&name),
             name: Arc::clone(&name),
             request,
             pointers: Vec::new(),
@@ -395,6 +392,7 @@ impl Table {
             orphan: None,
             number: None,
             agreed: false,
+            submitted_at: 0,
             once,
         };
         let index = match self.free.pop() {
@@ -412,7 +410,7 @@ impl Table {
             }
         };
         let entries = &self.entries;
-        let hash = |index: &u32| hash(entries[*index as usize].name.as_bytes());
+        let hash = |index: &u32| names(entries[*index as usize].name.as_bytes()).0;
         self.names.insert_unique(hash(&index), index, hash);
         index
     }
@@ -432,7 +430,7 @@ impl Table {
             flight.done = flight.epoch;
             entry.orphan = None;
         }
-        entry.flight.done >= receipt.epoch
+        receipt.is_among(entry.flight.done)
     }
 
     /// Whether it waits for members of its bucket that have not been submitted here.
@@ -524,14 +522,15 @@ impl Table {
     /// Forgets names that will not come again, once nobody waits for them.
     fn release(&mut self, receipt: Receipt) {
         let entry = &self.entries[receipt.entry as usize];
-        let over = entry.flight.done >= receipt.epoch && entry.flight.epoch == receipt.epoch;
+        let over =
+            receipt.is_among(entry.flight.done) && entry.flight.epoch as u32 == receipt.epoch;
         if over && entry.number.is_none() {
             self.forget(receipt.entry);
         }
     }
 
     fn forget(&mut self, entry: u32) {
-        let hash = hash(self.entries[entry as usize].name.as_bytes());
+        let (hash, _) = names(self.entries[entry as usize].name.as_bytes());
         if let Ok(known) = self.names.find_entry(hash, |index| *index == entry) {
             known.remove();
             self.free.push(entry);
@@ -578,8 +577,9 @@ impl Table {
     }
 
     pub fn entry_named(&self, name: &str) -> Option<u32> {
-        let is_it = |index: &u32| self.entries[*index as usize].is_called(name);
-        self.names.find(hash(name.as_bytes()), is_it).copied()
+        let (hash, fingerprint) = names(name.as_bytes());
+        let is_it = |index: &u32| self.entries[*index as usize].flight.name == fingerprint;
+        self.names.find(hash, is_it).copied()
     }
 
     pub fn entry_numbered(&self, number: u32) -> Option<u32> {
@@ -705,6 +705,7 @@ impl Table {
         let Some(state) = self.buckets.get_mut(bucket as usize) else { return };
         state.thawed = true;
         let (told, round) = (state.left == 0 && !state.singly, state.round);
+        let first_at = state.first_at;
         let members = state.members.clone();
         for member in members {
             let idle = self.is_idle(member);
@@ -713,6 +714,9 @@ impl Table {
             entry.flight.bucket = NO_BUCKET;
             let counted = entry.is_in(bucket, round);
             entry.flight.in_bucket = NO_BUCKET;
+            if counted {
+                entry.submitted_at = first_at;
+            }
             if idle || entry.flight.announced {
                 continue;
             }
@@ -773,7 +777,7 @@ impl Table {
         callbacks
             .into_iter()
             .flat_map(|((entry, epoch), callbacks)| {
-                let receipt = Receipt::loose(entry, epoch);
+                let receipt = Receipt::loose(entry, epoch.into());
                 callbacks.into_iter().map(move |callback| (callback, receipt))
             })
             .collect()
@@ -821,9 +825,21 @@ impl Table {
     }
 }
 
-/// Of a name.
-fn hash(name: &[u8]) -> u64 {
-    FxBuildHasher.hash_one(name)
+/// A hash of a name, and a fingerprint that has nothing to do with it.
+fn names(name: &[u8]) -> (u64, u64) {
+    let mut words = name.chunks_exact(8);
+    let mut fingerprint = name.len() as u64 ^ 0x2545_f491_4f6c_dd1d;
+    let mut mix = |word: u64| {
+        let mixed = (fingerprint ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        fingerprint = mixed ^ (mixed >> 29);
+    };
+    for word in &mut words {
+        mix(word.try_into().map_or(0, u64::from_le_bytes));
+    }
+    let mut rest = [0; 8];
+    rest[..words.remainder().len()].copy_from_slice(words.remainder());
+    mix(u64::from_le_bytes(rest));
+    (FxBuildHasher.hash_one(name), fingerprint)
 }
 
 /// A word that differs when requests do, but for one case in 2⁶⁴.
