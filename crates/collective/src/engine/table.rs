@@ -67,7 +67,8 @@ pub(super) const NO_BUCKET: u32 = u32::MAX;
 
 impl Receipt {
     /// Stands for a submission that was refused.
-    pub(super) const REFUSED: Self = Self { entry: u32::MAX, bucket: NO_BUCKET, epoch: 0, round: 0 };
+    pub(super) const REFUSED: Self =
+        Self { entry: u32::MAX, bucket: NO_BUCKET, epoch: 0, round: 0 };
 
     pub(super) fn is_refused(self) -> bool {
         self == Self::REFUSED
