@@ -283,3 +283,59 @@ pub(crate) fn decode<M: DeserializeOwned>(bytes: &[u8]) -> io::Result<Option<(M,
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
     Ok(Some((message, 4 + length)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ReduceOp;
+    use proptest::prelude::*;
+
+    fn word() -> Word {
+        let tensor = Tensor { dtype: DType::F32, shape: Shape::new(&[3, 4]) };
+        let request = Request {
+            kind: Kind::AllReduce,
+            reduction: Reduction::from(ReduceOp::Mean).prescale(0.5),
+            root: 0,
+            tensors: vec![tensor; 2],
+        };
+        Word::Ready { name: "layer1.weight".into(), request, once: false }
+    }
+
+    #[test]
+    fn words_arrive_one_after_the_other_or_not_yet() {
+        let mut bytes = Vec::new();
+        encode(&word(), &mut bytes).unwrap();
+        let first = bytes.len();
+        encode(&Word::Again(7), &mut bytes).unwrap();
+        assert_eq!(decode::<Word>(&bytes).unwrap(), Some((word(), first)));
+        let (second, length) = decode::<Word>(&bytes[first..]).unwrap().unwrap();
+        assert_eq!((second, first + length), (Word::Again(7), bytes.len()));
+        for cut in 0..first {
+            assert_eq!(decode::<Word>(&bytes[..cut]).unwrap(), None, "{cut} bytes");
+        }
+    }
+
+    #[test]
+    fn lengths_are_bounded_before_anything_is_kept() {
+        let error = decode::<Word>(&u32::MAX.to_le_bytes()).unwrap_err();
+        assert!(error.to_string().contains("over the bound"), "{error}");
+    }
+
+    #[test]
+    fn shapes_beyond_seven_dimensions_keep_their_count() {
+        let shape = Shape::new(&[2, 1, 1, 1, 1, 1, 3, 5, 7]);
+        assert_eq!((shape.count(), shape.rows(), shape.row()), (210, 2, 105));
+        assert_eq!(Shape::new(&[]).count(), 1);
+        assert_eq!(Shape::new(&[0, 4]).count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_comes_is_a_message_or_an_error(mut bytes in prop::collection::vec(any::<u8>(), 4..200)) {
+            let length = (bytes.len() - 4) as u32;
+            bytes[..4].copy_from_slice(&length.to_le_bytes());
+            let _ = decode::<Word>(&bytes);
+            let _ = decode::<Decision>(&bytes);
+        }
+    }
+}
