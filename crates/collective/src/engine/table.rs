@@ -828,18 +828,18 @@ impl Table {
 
 /// A hash of a name, and a fingerprint that has nothing to do with it.
 fn names(name: &[u8]) -> (u64, u64) {
-    let mut words = name.chunks_exact(8);
     let mut fingerprint = name.len() as u64 ^ 0x2545_f491_4f6c_dd1d;
-    let mut mix = |word: u64| {
-        let mixed = (fingerprint ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut mix = |word: [u8; 8]| {
+        let mixed = (fingerprint ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         fingerprint = mixed ^ (mixed >> 29);
     };
-    for word in &mut words {
-        mix(word.try_into().map_or(0, u64::from_le_bytes));
+    let (words, _) = name.as_chunks::<8>();
+    words.iter().for_each(|word| mix(*word));
+    match name.last_chunk::<8>() {
+        // With what has been mixed already, if its length is not a multiple of eight.
+        Some(last) => mix(*last),
+        None => mix(std::array::from_fn(|index| name.get(index).copied().unwrap_or(0))),
     }
-    let mut rest = [0; 8];
-    rest[..words.remainder().len()].copy_from_slice(words.remainder());
-    mix(u64::from_le_bytes(rest));
     (FxBuildHasher.hash_one(name), fingerprint)
 }
 
