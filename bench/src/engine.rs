@@ -8,8 +8,7 @@ use std::ops::{DerefMut, Range};
 use std::time::Duration;
 
 use deuteron_collective::{
-    DType, Element, Engine, EngineOptions, Group, Kind, RawTensor, Receipt, ReduceOp, Shape,
-    Submission,
+    Element, Engine, EngineOptions, Group, Kind, RawTensor, Receipt, ReduceOp, Shape, Submission,
 };
 
 use crate::measure::{Block, Contestant, Failure, Job, Mode, Number, cpu_nanoseconds, measure};
@@ -110,17 +109,25 @@ impl<T: Number> Contestant<T> for One<'_, T> {
 struct Many<'a, B> {
     ours: &'a Ours,
     buffer: B,
-    names: Vec<String>,
-    orders: Vec<Vec<usize>>,
+    /// Names and tensors in the order of each call, so that what is measured is the engine and not the search for them.
+    orders: Vec<Vec<(&'static str, RawTensor)>>,
     calls: usize,
     receipts: Vec<Receipt>,
 }
 
 impl<'a, T: Number, B: DerefMut<Target = [T]>> Many<'a, B> {
-    fn new(ours: &'a Ours, buffer: B) -> Self {
-        let tensors = size_of_val(&*buffer).div_ceil(SMALL);
-        let names =
-            (0..tensors).map(|index| format!("layer{}.weight.{index}", index / 10)).collect();
+    fn new(ours: &'a Ours, mut buffer: B) -> Self {
+        let (each, count) = (SMALL / size_of::<T>(), buffer.len());
+        let (dtype, base) = (<T as Element>::DTYPE, buffer.as_mut_ptr());
+        let tensors: Vec<(&'static str, RawTensor)> = (0..count.div_ceil(each))
+            .map(|index| {
+                let shape = Shape::new(&[each.min(count - index * each)]);
+                let data = base.wrapping_add(index * each).cast();
+                // They live as long as the benchmark.
+                let name = format!("layer{}.weight.{index}", index / 10).leak();
+                (&*name, RawTensor { data, dtype, shape })
+            })
+            .collect();
         let mut random = 0x9e37_79b9_7f4a_7c15 ^ ours.engine.rank() as u64;
         let mut next = |below: usize| {
             random ^= random << 13;
@@ -129,14 +136,13 @@ impl<'a, T: Number, B: DerefMut<Target = [T]>> Many<'a, B> {
             random as usize % below
         };
         let order = |_| {
-            let mut order: Vec<usize> = (0..tensors).collect();
-            (1..tensors).rev().for_each(|index| order.swap(index, next(index + 1)));
+            let mut order = tensors.clone();
+            (1..order.len()).rev().for_each(|index| order.swap(index, next(index + 1)));
             order
         };
         Self {
             ours,
             buffer,
-            names,
             orders: (0..ORDERS).map(order).collect(),
             calls: 0,
             receipts: Vec::new(),
@@ -158,21 +164,15 @@ impl<T: Number, B: DerefMut<Target = [T]>> Contestant<T> for Many<'_, B> {
         Ok(self.ours.barriers.barrier()?)
     }
     fn call(&mut self) -> Result<(), Failure> {
-        let (engine, each) = (&self.ours.engine, SMALL / size_of::<T>());
-        let dtype: DType = <T as Element>::DTYPE;
-        let count = self.buffer.len();
-        let base = self.buffer.as_mut_ptr();
+        let engine = &self.ours.engine;
         self.receipts.clear();
-        for index in &self.orders[self.calls % ORDERS] {
-            let start = index * each;
-            let shape = Shape::new(&[each.min(count - start)]);
-            let tensors = [RawTensor { data: base.wrapping_add(start).cast(), dtype, shape }];
+        for (name, tensor) in &self.orders[self.calls % ORDERS] {
             let submission = Submission {
-                name: Some(&self.names[*index]),
+                name: Some(name),
                 kind: Kind::AllReduce,
                 reduction: ReduceOp::Sum.into(),
                 root: 0,
-                tensors: &tensors,
+                tensors: std::slice::from_ref(tensor),
                 splits: &[],
             };
             // SAFETY: disjoint parts of the buffer, which is not touched before all of them are done.
