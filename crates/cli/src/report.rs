@@ -69,7 +69,12 @@ fn processes(listing: &str) -> Vec<u32> {
 
 fn ask(process: u32) -> io::Result<String> {
     let address = SocketAddr::from_abstract_name(format!("{DESK}{process}"))?;
-    let stream = UnixStream::connect_addr(&address)?;
+    let stream = UnixStream::connect_addr(&address).map_err(|error| match error.kind() {
+        io::ErrorKind::ConnectionRefused => io::Error::other(
+            "it has ended, or has no engine; without a number all that have one are asked",
+        ),
+        _ => error,
+    })?;
     stream.set_read_timeout(Some(ANSWER_TIME))?;
     let mut answer = Vec::new();
     stream.take(MOST).read_to_end(&mut answer)?;
