@@ -1,0 +1,54 @@
+//! From errors of the rooms below to exceptions of `deuteron.errors`.
+
+use deuteron_collective::Error as Collective;
+use deuteron_gang::Error as Gang;
+use pyo3::{prelude::*, types::PyTuple};
+
+/// An exception of `deuteron.errors` with these arguments.
+fn raise<'py>(py: Python<'py>, class: &str, arguments: impl IntoPyObject<'py, Target = PyTuple>) -> PyErr {
+    let make = || {
+        let class = py.import("deuteron.errors")?.getattr(class)?;
+        let arguments = arguments.into_pyobject(py).map_err(Into::into)?.into_any();
+        class.call1(arguments.cast_into::<PyTuple>()?)
+    };
+    make().map_or_else(|error| error, PyErr::from_value)
+}
+
+pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
+    Python::attach(|py| raise(py, "InvalidError", (message.into(),)))
+}
+
+pub(crate) fn timed_out(message: impl Into<String>) -> PyErr {
+    Python::attach(|py| raise(py, "TimedOutError", (message.into(),)))
+}
+
+pub(crate) fn collective(error: &Collective) -> PyErr {
+    let message = error.to_string();
+    Python::attach(|py| match error {
+        Collective::Invalid(_) => raise(py, "InvalidError", (message,)),
+        Collective::Mismatch { .. } => raise(py, "MismatchError", (message,)),
+        Collective::TimedOut { .. } => raise(py, "TimedOutError", (message,)),
+        Collective::PeerLost { rank, host, generation, .. } => {
+            raise(py, "PeerLostError", (message, *rank, host, *generation))
+        }
+        Collective::Aborted { rank, host, .. } => raise(py, "AbortedError", (message, *rank, host)),
+        _ => raise(py, "CollectiveError", (message,)),
+    })
+}
+
+pub(crate) fn gang(error: &Gang) -> PyErr {
+    let message = error.to_string();
+    Python::attach(|py| match error {
+        Gang::Collective(error) => collective(error),
+        Gang::Invalid(_) => raise(py, "InvalidError", (message,)),
+        Gang::NotAssembled(_) | Gang::NotPlaced(_) => raise(py, "LaunchError", (message,)),
+        Gang::Ended(_) => raise(py, "GangEndedError", (message,)),
+        Gang::TaskFailed { rank, host, generation, ending, last } => {
+            let ending = ending.to_string();
+            let first = format!("rank {rank} on {host} {ending}");
+            raise(py, "TaskFailedError", (first, *rank, host, *generation, ending, last))
+        }
+        Gang::Interrupted(_) => PyErr::new::<pyo3::exceptions::PyKeyboardInterrupt, _>(message),
+        _ => raise(py, "Error", (message,)),
+    })
+}

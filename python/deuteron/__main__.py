@@ -1,0 +1,14 @@
+"""The ``deuteron`` command."""
+
+import sys
+
+from deuteron import _core
+
+
+def main() -> int:
+    """Runs it with this process's arguments."""
+    return _core.main(["deuteron", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

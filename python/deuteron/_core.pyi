@@ -1,0 +1,170 @@
+"""The native module: tasks, jobs and the engine of collective operations."""
+
+from collections.abc import Sequence
+from typing import final
+
+from typing_extensions import Buffer
+
+__version__: str
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the ``deuteron`` command and returns its exit code."""
+
+@final
+class Accelerator:
+    """One device of a host."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def memory(self) -> int:
+        """In bytes."""
+
+@final
+class TaskInfo:
+    """What every task of a gang may know about each."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def cross_rank(self) -> int: ...
+    @property
+    def cross_size(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def accelerators(self) -> list[Accelerator]: ...
+
+@final
+class Task:
+    """One member of a gang, seen from inside."""
+
+    @staticmethod
+    def from_environment() -> Task:
+        """The task that this process is; ``InvalidError`` if no agent has started it."""
+    @staticmethod
+    def alone() -> Task:
+        """A gang of one, for a process that nobody has started as a task."""
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def infos(self) -> list[TaskInfo]: ...
+    def barrier(self, timeout: float | None = None) -> None: ...
+    def all_gather(self, message: bytes, timeout: float | None = None) -> list[bytes]: ...
+    def set_result(self, result: bytes) -> None: ...
+    def set_failure(self, traceback: str) -> None: ...
+    def engine(self) -> Engine:
+        """Connects all tasks for named operations; all call it the same number of times."""
+    def subengine(self, ranks: Sequence[int]) -> Engine | None:
+        """The same for some of the tasks; all call it, and those that are not among them get ``None``."""
+
+@final
+class Engine:
+    """Named operations in any order from any thread, matched across ranks, fused and overlapped.
+
+    Numbers stand for types and operations: types are 0 bool, 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64,
+    6 float16, 7 bfloat16, 8 float32, 9 float64; reductions are Horovod's: 0 average, 1 sum, 3 min, 4 max,
+    5 product. A tensor is its address, type and shape; whoever submits one keeps it alive and unused until the
+    operation is done.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Number within this engine's ranks."""
+    @property
+    def size(self) -> int: ...
+    def all_reduce(
+        self,
+        name: str | None,
+        tensors: Sequence[tuple[int, int, Sequence[int]]],
+        reduction: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Operation:
+        """In place."""
+    def all_gather(self, name: str | None, tensors: Sequence[tuple[int, int, Sequence[int]]]) -> Operation: ...
+    def broadcast(
+        self, name: str | None, tensors: Sequence[tuple[int, int, Sequence[int]]], root: int
+    ) -> Operation:
+        """In place. ``root`` is a number within this engine's ranks."""
+    def reduce_scatter(
+        self,
+        name: str | None,
+        tensors: Sequence[tuple[int, int, Sequence[int]]],
+        reduction: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Operation: ...
+    def all_to_all(
+        self, name: str | None, tensor: tuple[int, int, Sequence[int]], splits: Sequence[int] = ()
+    ) -> Operation:
+        """``splits`` are rows for each rank; none for equal shares."""
+    def barrier(self, name: str | None = None) -> Operation: ...
+    def bucket(self, bytes: int) -> Memory:
+        """Memory of the group, zeroed: what lies in it is reduced in place. All ranks call it alike."""
+    def report(self) -> str:
+        """Which operations wait for which ranks."""
+    def start_timeline(self, path: str) -> None: ...
+    def stop_timeline(self) -> None: ...
+    def close(self) -> None:
+        """Leaves. Operations on their way fail, here and elsewhere."""
+
+@final
+class Operation:
+    """An operation on its way."""
+
+    def done(self) -> bool:
+        """Whether it is done or has failed."""
+    def wait(self, timeout: float | None = None) -> list[Memory]:
+        """Waits until it is done and returns what it has made, once; ``TimedOutError`` leaves it on its way."""
+
+@final
+class Memory(Buffer):
+    """Bytes of the native side, writable, for as long as anybody looks at them."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def counts(self) -> list[int]:
+        """How many elements are of each rank, if they were gathered."""
+    def __len__(self) -> int:
+        """In bytes."""
+
+@final
+class Slots:
+    """Tensors at fixed places in a bucket that are reduced again and again: gradients."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: Memory,
+        slots: Sequence[tuple[str, int, int, Sequence[int]]],
+        reduction: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """A slot is a name, an offset in bytes, a type and a shape."""
+    def submit(self, slot: int) -> None:
+        """Reduces what lies in the slot."""
+    def fill(self, slot: int, address: int) -> None:
+        """Copies a tensor of the slot's type and shape from there, and reduces it."""
+    def wait(self) -> None:
+        """Waits for all that were submitted since the last wait."""
+    def waiting(self) -> int:
+        """How many were submitted since the last wait."""

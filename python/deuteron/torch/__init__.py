@@ -1,0 +1,1 @@
+"""PyTorch on Deuteron, in Horovod's words."""
