@@ -7,8 +7,8 @@ from typing_extensions import Buffer
 
 __version__: str
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the ``deuteron`` command and returns its exit code."""
+def main(program: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs the ``deuteron`` command and returns its exit code. ``program`` starts it again."""
 
 @final
 class Accelerator:

@@ -28,9 +28,9 @@ use run::Here;
 use status::exit;
 use std::{
     env,
-    ffi::{OsStr, OsString},
+    ffi::OsString,
     io::{self, Write as _},
-    path::{Path, PathBuf},
+    path::PathBuf,
     thread,
 };
 
@@ -53,6 +53,11 @@ usage, 78 for bad configuration; --status-file says more.";
 /// assert_eq!(deuteron_cli::main(["deuteron", "walk"].map(Into::into)), 64);
 /// ```
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    main_of(vec![env::current_exe().unwrap_or_default().into()], arguments)
+}
+
+/// The same for a program that is started in another way: by an interpreter, say. `program` starts it again.
+pub fn main_of(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
     let status_file = env::var_os("DEUTERON_STATUS_FILE").map(PathBuf::from);
     if arguments.get(1).is_some_and(|word| word == "run") {
@@ -62,7 +67,6 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             Err(error) => return run::refuse(&error, status_file.as_deref()),
         }
     }
-    let own_name = arguments.first().cloned().unwrap_or_default();
     let matches = match command().try_get_matches_from(arguments) {
         Ok(matches) => matches,
         Err(error) => {
@@ -80,7 +84,6 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             };
         }
     };
-    let program = own_program(&own_name);
     match matches.subcommand() {
         Some(("run", matches)) => {
             log_warnings();
@@ -177,23 +180,6 @@ fn here(program: Vec<OsString>) -> Here {
     let path = env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
     let unbuffered = env::var_os("PYTHONUNBUFFERED").is_some();
     Here { cores, program, path, unbuffered }
-}
-
-/// What starts this program again. In a wheel the running executable is Python, and the program's name is a script.
-fn own_program(own_name: &OsStr) -> Vec<OsString> {
-    let executable = env::current_exe().unwrap_or_default();
-    let is_python =
-        executable.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"python"));
-    if !is_python {
-        return vec![executable.into()];
-    }
-    match Path::new(own_name).extension() {
-        // `python -m deuteron` gives the path of a module's file, which is not a program.
-        Some(extension) if extension == "py" => {
-            vec![executable.into(), "-m".into(), "deuteron".into()]
-        }
-        _ => vec![own_name.to_owned()],
-    }
 }
 
 /// What the libraries warn of (a stranger was refused, say) goes to standard error.

@@ -57,6 +57,49 @@ fn sum(engine: &Engine, name: &str, value: f32) -> Result<f32, Error> {
 }
 
 #[test]
+fn memory_is_made_while_operations_are_on_their_way() {
+    for over in Over::ALL {
+        for ranks in 1..=4 {
+            all(engines(over, ranks, EngineOptions::default(), |engine| {
+                let early = engine.all_reduce("early", vec![1f32; 1000], ReduceOp::Sum)?;
+                let parts = engine.bucket::<f32>(300)?.split([100, 200])?;
+                assert!(parts.iter().all(|part| part.iter().all(|value| *value == 0.0)));
+                let [mut one, other] = parts;
+                one.fill(engine.rank() as f32);
+                let one = engine.all_reduce("one", one, ReduceOp::Max)?;
+                let other = engine.all_reduce("other", other, ReduceOp::Sum)?;
+                assert_eq!(early.wait()?, vec![ranks as f32; 1000]);
+                assert_eq!(*one.wait()?, [(ranks - 1) as f32; 100]);
+                assert_eq!(*other.wait()?, [0.0; 200]);
+                Ok(())
+            }));
+        }
+    }
+    let results = engines(Over::ALL[0], 2, EngineOptions::default(), |engine| {
+        engine.bucket::<u8>(10 + engine.rank()).map(drop)
+    });
+    for result in results {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains("disagree") && text.contains("11"), "{text}");
+    }
+}
+
+#[test]
+fn a_closed_engine_refuses_and_its_peers_are_told() {
+    let results = engines(Over::ALL[0], 2, EngineOptions::default(), |engine| {
+        if engine.rank() == 1 {
+            engine.close();
+            engine.close();
+        }
+        sum(engine, "after", 1.0)
+    });
+    let texts: Vec<String> =
+        results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
+    assert!(texts[0].contains("rank 1"), "{texts:?}");
+    assert!(texts[1].contains("closed on this rank"), "{texts:?}");
+}
+
+#[test]
 fn ranks_submit_in_different_orders() {
     for over in Over::ALL {
         for ranks in 1..=4 {

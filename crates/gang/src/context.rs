@@ -1,7 +1,7 @@
 //! Inside a task: who it is, who the others are, and how they meet.
 
 use crate::{
-    Accelerator, Error, Result, TaskInfo,
+    Accelerator, Error, Gang, Result, TaskInfo,
     identity::Credentials,
     protocol::{FromTask, Gathered, PIECE, ToTask, encode},
 };
@@ -76,6 +76,20 @@ impl Task {
             groups: Mutex::default(),
             engines: Mutex::default(),
         })
+    }
+
+    /// A gang of one, for a process that nobody has started as a task.
+    ///
+    /// ```
+    /// let task = deuteron_gang::Task::alone()?;
+    /// assert_eq!((task.rank(), task.size()), (0, 1));
+    /// # Ok::<(), deuteron_gang::Error>(())
+    /// ```
+    pub fn alone() -> Result<Self> {
+        let infos = Gang::local(1).infos()?;
+        let rendezvous = LocalRendezvous::group(1).pop();
+        let rendezvous = rendezvous.ok_or_else(|| Error::Invalid("one is none".into()))?;
+        Ok(Self::of_thread(Arc::new(infos), rendezvous))
     }
 
     /// A thread of this process.
@@ -165,14 +179,18 @@ impl Task {
     /// of `deuteron run` ask for. Every task calls it the same number of times. The first engine records the timeline,
     /// if one is wanted.
     pub fn engine(&self, options: GroupOptions) -> Result<Engine> {
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let mut made = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
-        let engine = Engine::new(self.group(options)?, engine_options(variable)?)?;
+        let engine = self.engine_on(self.group(options)?)?;
         if let Some(path) = variable("DEUTERON_TIMELINE").filter(|_| *made == 0) {
             engine.start_timeline(path)?;
         }
         *made += 1;
         Ok(engine)
+    }
+
+    /// An engine on a group of some of the tasks, as the settings ask for.
+    pub fn engine_on(&self, group: Group) -> Result<Engine> {
+        Ok(Engine::new(group, engine_options(variable)?)?)
     }
 
     /// What this task returns to whoever started the gang.
@@ -194,6 +212,11 @@ impl Task {
         agent.send(&FromTask::Failed(traceback.to_owned()))?;
         agent.taken()
     }
+}
+
+/// A setting from the environment.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// What the settings ask of an engine.

@@ -98,7 +98,7 @@ impl Gang {
         all.ok_or_else(|| Error::Invalid("not every task could be given a thread".into()))
     }
 
-    fn infos(&self) -> Result<Vec<TaskInfo>> {
+    pub(crate) fn infos(&self) -> Result<Vec<TaskInfo>> {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let accelerators = match &self.request {
             Some(_) => discover(&self.discovery).accelerators,

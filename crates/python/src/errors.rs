@@ -2,16 +2,12 @@
 
 use deuteron_collective::Error as Collective;
 use deuteron_gang::Error as Gang;
-use pyo3::{prelude::*, types::PyTuple};
+use pyo3::{call::PyCallArgs, exceptions::PyKeyboardInterrupt, prelude::*};
 
 /// An exception of `deuteron.errors` with these arguments.
-fn raise<'py>(py: Python<'py>, class: &str, arguments: impl IntoPyObject<'py, Target = PyTuple>) -> PyErr {
-    let make = || {
-        let class = py.import("deuteron.errors")?.getattr(class)?;
-        let arguments = arguments.into_pyobject(py).map_err(Into::into)?.into_any();
-        class.call1(arguments.cast_into::<PyTuple>()?)
-    };
-    make().map_or_else(|error| error, PyErr::from_value)
+fn raise<'py>(py: Python<'py>, class: &str, arguments: impl PyCallArgs<'py>) -> PyErr {
+    let class = py.import("deuteron.errors").and_then(|errors| errors.getattr(class));
+    class.and_then(|class| class.call1(arguments)).map_or_else(|error| error, PyErr::from_value)
 }
 
 pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
@@ -48,7 +44,7 @@ pub(crate) fn gang(error: &Gang) -> PyErr {
             let first = format!("rank {rank} on {host} {ending}");
             raise(py, "TaskFailedError", (first, *rank, host, *generation, ending, last))
         }
-        Gang::Interrupted(_) => PyErr::new::<pyo3::exceptions::PyKeyboardInterrupt, _>(message),
+        Gang::Interrupted(_) => PyKeyboardInterrupt::new_err(message),
         _ => raise(py, "Error", (message,)),
     })
 }

@@ -10,11 +10,13 @@ mod launch;
 mod task;
 
 use pyo3::prelude::*;
+use std::ffi::OsString;
 
 /// Runs the `deuteron` command with these arguments, the first being its own name, and returns its exit code.
+/// `program` starts it again.
 #[pyfunction]
-fn main(py: Python<'_>, arguments: Vec<std::ffi::OsString>) -> u8 {
-    py.detach(|| deuteron_cli::main(arguments))
+fn main(py: Python<'_>, program: Vec<OsString>, arguments: Vec<OsString>) -> u8 {
+    py.detach(|| deuteron_cli::main_of(program, arguments))
 }
 
 #[pymodule]

@@ -34,7 +34,7 @@ pub use output::Output;
 pub use table::{RawTensor, Receipt, Submission};
 
 use crate::{
-    Element, Gathered, Group, ReduceOp, Reduction,
+    Bucket, Element, Gathered, Group, ReduceOp, Reduction,
     call::Kind,
     error::{Error, FailureKind, Result, seconds},
     fork,
@@ -53,6 +53,7 @@ use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
+    ptr,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -255,9 +256,7 @@ impl Shared {
     /// What an operation that the group's end has cut off fails with.
     fn failure(&self, receipt: Option<Receipt>) -> Error {
         if self.health.failure().is_none() {
-            return Error::Invalid(
-                "the engine was dropped while the operation was on its way".into(),
-            );
+            return Error::Invalid("the engine has been closed on this rank".into());
         }
         let table = self.table();
         let entry = receipt.and_then(|receipt| table.entries.get(receipt.entry as usize));
@@ -456,13 +455,15 @@ impl Shared {
 
     #[inline]
     fn wait(&self, receipt: Receipt) -> Result<Vec<Output>> {
+        if self.is_over(receipt) { Ok(Vec::new()) } else { self.wait_long(receipt) }
+    }
+
+    /// Whether it is done: the usual case after the first of a bucket, with no lock and nothing to clean up (TABLE-2).
+    #[inline]
+    fn is_over(&self, receipt: Receipt) -> bool {
         self.waited.store(true, Ordering::Relaxed);
-        // The usual case after the first of a bucket: no lock, and nothing to clean up (TABLE-2).
         let round = self.rounds.get(receipt.bucket as usize);
-        if round.is_some_and(|round| receipt.is_over(round.load(Ordering::Acquire))) {
-            return Ok(Vec::new());
-        }
-        self.wait_long(receipt)
+        round.is_some_and(|round| receipt.is_over(round.load(Ordering::Acquire)))
     }
 
     fn wait_long(&self, receipt: Receipt) -> Result<Vec<Output>> {
@@ -565,7 +566,7 @@ impl Shared {
 pub struct Engine {
     shared: Arc<Shared>,
     group: Group,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl fmt::Debug for Engine {
@@ -612,7 +613,7 @@ impl Engine {
             .spawn(move || own.run())
             .map_err(|error| Error::system("the engine's thread cannot start", error))?;
         desk::register(&shared);
-        Ok(Self { shared, group, thread: Some(thread) })
+        Ok(Self { shared, group, thread: Mutex::new(Some(thread)) })
     }
 
     /// This rank.
@@ -718,6 +719,37 @@ impl Engine {
         self.now(name.into(), Kind::Broadcast, ReduceOp::Sum.into(), root, tensor).map(drop)
     }
 
+    /// Makes memory of the group, zeroed: tensors in it are reduced in place. Every rank calls it with the same
+    /// length, in the same order as other operations without a name.
+    ///
+    /// ```
+    /// # use deuteron_collective::{Engine, EngineOptions, Group, GroupOptions, LocalRendezvous, ReduceOp};
+    /// # let rendezvous = LocalRendezvous::group(1).remove(0);
+    /// # let group = Group::connect(&rendezvous, GroupOptions::default())?;
+    /// let engine = Engine::new(group, EngineOptions::default())?;
+    /// let [weights, bias] = engine.bucket::<f32>(110)?.split([100, 10])?;
+    /// let weights = engine.all_reduce("weights", weights, ReduceOp::Mean)?;
+    /// let bias = engine.all_reduce("bias", bias, ReduceOp::Mean)?;
+    /// let (weights, bias) = (weights.wait()?, bias.wait()?);
+    /// # assert_eq!((weights.len(), bias.len()), (100, 10));
+    /// # Ok::<(), deuteron_collective::Error>(())
+    /// ```
+    pub fn bucket<T: Element>(&self, len: usize) -> Result<Bucket<T>> {
+        let tensor =
+            RawTensor { data: ptr::null_mut(), dtype: T::DTYPE, shape: Shape::new(&[len]) };
+        let submission = Submission {
+            name: None,
+            kind: Kind::Bucket,
+            reduction: ReduceOp::Sum.into(),
+            root: 0,
+            tensors: &[tensor],
+            splits: &[],
+        };
+        let mut outputs = self.shared.wait(self.shared.submit(&submission, true)?)?;
+        let missing = || Error::Invalid("no memory was made, which is a bug".into());
+        outputs.pop().ok_or_else(missing)?.into_bucket()
+    }
+
     /// Returns when every rank has called it with the same name.
     pub fn barrier<'a>(&self, name: impl Into<Option<&'a str>>) -> Result<()> {
         self.now::<u8>(name.into(), Kind::Barrier, ReduceOp::Sum.into(), 0, &mut []).map(drop)
@@ -780,6 +812,35 @@ impl Engine {
             self.shared.wait_for(None, None, |table| table.timeline_ended)?;
         }
         Ok(())
+    }
+
+    /// Leaves, as dropping it does. What is on its way fails, here and elsewhere.
+    pub fn close(&self) {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if self.shared.forks != fork::forks() {
+            // A forked child: thread and links are its parent's.
+            std::mem::forget(thread);
+            if let Ok(mut progress) = self.shared.progress.try_lock() {
+                std::mem::forget(progress.take());
+            }
+            return;
+        }
+        self.shared.stopping.store(true, Ordering::Release);
+        self.shared.ring();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+        let progress = self.shared.progress.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let progress = progress.map(|mut progress| {
+            progress.leave(&self.shared);
+            progress
+        });
+        let callbacks = self.shared.table().fail();
+        self.shared.done.notify_all();
+        for (callback, receipt) in callbacks {
+            call(callback, Err(self.shared.failure(Some(receipt))));
+        }
+        drop(progress);
     }
 
     /// What cannot be right, whatever the other ranks do.
@@ -899,7 +960,10 @@ impl Shared {
     }
 
     fn wait_until(&self, receipt: Receipt, deadline: Instant) -> bool {
-        self.wait_for(Some(receipt), Some(deadline), |table| table.is_done(receipt)).unwrap_or(true)
+        self.is_over(receipt)
+            || self
+                .wait_for(Some(receipt), Some(deadline), |table| table.is_done(receipt))
+                .unwrap_or(true)
     }
 
     fn when_done(&self, receipt: Receipt, callback: Callback) {
@@ -918,30 +982,7 @@ impl Shared {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        if self.shared.forks != fork::forks() {
-            // A forked child: thread and links are its parent's.
-            std::mem::forget(self.thread.take());
-            if let Ok(mut progress) = self.shared.progress.try_lock() {
-                std::mem::forget(progress.take());
-            }
-            return;
-        }
-        self.shared.stopping.store(true, Ordering::Release);
-        self.shared.ring();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-        let progress = self.shared.progress.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let progress = progress.map(|mut progress| {
-            progress.leave(&self.shared);
-            progress
-        });
-        let callbacks = self.shared.table().fail();
-        self.shared.done.notify_all();
-        for (callback, receipt) in callbacks {
-            call(callback, Err(self.shared.failure(Some(receipt))));
-        }
-        drop(progress);
+        self.close();
     }
 }
 

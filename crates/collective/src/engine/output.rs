@@ -1,7 +1,7 @@
-//! Results that are new memory: what ranks have gathered or been given.
+//! Results that are new memory: what ranks have gathered or been given, and buckets.
 
 use crate::{
-    DType, Element, Gathered,
+    Bucket, DType, Element, Gathered,
     error::{Error, Result},
 };
 use std::{any::Any, fmt};
@@ -24,6 +24,12 @@ impl Output {
         let Gathered { values, counts } = gathered;
         let (data, len) = (values.as_ptr().cast(), values.len());
         Self { dtype: T::DTYPE, data, len, counts, values: Box::new(values) }
+    }
+
+    /// A bucket is a result too.
+    pub(super) fn of<T: Element>(bucket: Bucket<T>) -> Self {
+        let (data, len) = (bucket.as_ptr().cast(), bucket.len());
+        Self { dtype: T::DTYPE, data, len, counts: Vec::new(), values: Box::new(bucket) }
     }
 
     /// Type of the elements.
@@ -52,16 +58,20 @@ impl Output {
     }
 
     /// The elements as what they are.
-    pub fn into_gathered<T: Element>(self) -> Result<Gathered<T>> {
-        let (dtype, counts) = (self.dtype, self.counts);
-        match self.values.downcast::<Vec<T>>() {
-            Ok(values) => Ok(Gathered { values: *values, counts }),
-            Err(_) => Err(Error::Invalid(format!(
-                "the elements are {}, not {}",
-                dtype.name(),
-                T::DTYPE.name()
-            ))),
-        }
+    pub fn into_gathered<T: Element>(mut self) -> Result<Gathered<T>> {
+        let counts = std::mem::take(&mut self.counts);
+        self.into_inner::<T, _>().map(|values| Gathered { values, counts })
+    }
+
+    /// The bucket, if it is one.
+    pub(super) fn into_bucket<T: Element>(self) -> Result<Bucket<T>> {
+        self.into_inner::<T, _>()
+    }
+
+    fn into_inner<T: Element, V: 'static>(self) -> Result<V> {
+        let (dtype, wanted) = (self.dtype.name(), T::DTYPE.name());
+        let values = self.values.downcast().map(|values| *values);
+        values.map_err(|_| Error::Invalid(format!("the elements are {dtype}, not {wanted}")))
     }
 }
 

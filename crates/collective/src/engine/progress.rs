@@ -756,6 +756,12 @@ impl Progress {
         }
         for (tensor, data) in request.tensors.iter().zip(pointers) {
             let count = tensor.shape.count();
+            if request.kind == Kind::Bucket {
+                let made =
+                    with_element!(tensor.dtype, T => Output::of(self.group.bucket::<T>(count)?));
+                outputs.push(made);
+                continue;
+            }
             with_element!(tensor.dtype, T => {
                 // SAFETY: the submitter's tensor (TABLE-1).
                 let elements = unsafe { slice_mut::<T>(*data, count) };
