@@ -15,7 +15,8 @@ LABELS = {
     "plain": "Deuteron, plain slice",
     "flat": "Deuteron, flat",
     "named": "Deuteron, named",
-    "many": "Deuteron, 1,000 names, registered",
+    "many": "Deuteron, 1,000 names, prepared",
+    "many-named": "Deuteron, 1,000 names, looked up",
     "many-plain": "Deuteron, 1,000 names, plain",
     "many-traced": "Deuteron, 1,000 names, registered, timeline on",
     "waiting": "Deuteron, processor time of 0.5 s of waiting",
@@ -37,7 +38,7 @@ TITLES = {
     "gbit": "two hosts, 1 Gbit/s",
     "engine": "the engine, one host, 2 ranks",
 }
-MANY = ("many", "many-plain", "many-traced")
+MANY = ("many", "many-named", "many-plain", "many-traced")
 OURS = ("registered", "plain", "tcp", "tls", "named", *MANY, "waiting")
 PEERS = ("gloo", "openmpi")
 KIB, MIB = 1 << 10, 1 << 20

@@ -68,7 +68,7 @@ CASES = {
     "gbit": Case(2, ("tcp", "tls", "raw-tcp"), hosts=2, rate="1gbit", sizes=(MIB, 16 * MIB)),
     "engine": Case(
         2,
-        ("plain", "registered", "named", "many", "many-plain", "many-traced", "waiting"),
+        ("plain", "registered", "named", "many", "many-named", "many-plain", "many-traced", "waiting"),
         sizes=(4, THOUSAND),
         only={"registered": (THOUSAND,), "waiting": (4,)} | dict.fromkeys(report.MANY, (THOUSAND,)),
     ),

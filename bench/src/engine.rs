@@ -5,10 +5,12 @@
 )]
 
 use std::ops::{DerefMut, Range};
+use std::sync::Arc;
 use std::time::Duration;
 
 use deuteron_collective::{
-    Element, Engine, EngineOptions, Group, Kind, RawTensor, Receipt, ReduceOp, Shape, Submission,
+    Element, Engine, EngineOptions, Group, Kind, Prepared, RawTensor, Receipt, ReduceOp, Shape,
+    Submission,
 };
 
 use crate::measure::{Block, Contestant, Failure, Job, Mode, Number, cpu_nanoseconds, measure};
@@ -25,8 +27,10 @@ const ABSENCE: Duration = Duration::from_millis(500);
 pub enum Way {
     /// One tensor, by a call that returns when it is done.
     Named,
-    /// Tensors of a kibibyte in registered memory, then a wait for each.
+    /// Tensors of a kibibyte in registered memory, prepared as gradients are, then a wait for each.
     Many,
+    /// The same, looked up by name each time.
+    ManyNamed,
     /// The same in memory of their own.
     ManyPlain,
     /// As `Many`, with the timeline on.
@@ -57,12 +61,12 @@ impl Mode for Ours {
             Way::Named | Way::Waiting => {
                 measure(job, block, &mut One { ours: self, buffer: vec![T::ZERO; count], used: 0 })
             }
-            Way::Many | Way::ManyTraced => {
+            Way::Many | Way::ManyNamed | Way::ManyTraced => {
                 // The engine has nothing on its way here, so the group is free.
                 let buffer = self.engine.group().bucket::<T>(count)?;
-                measure(job, block, &mut Many::new(self, buffer))
+                measure(job, block, &mut Many::new(self, buffer)?)
             }
-            Way::ManyPlain => measure(job, block, &mut Many::new(self, vec![T::ZERO; count])),
+            Way::ManyPlain => measure(job, block, &mut Many::new(self, vec![T::ZERO; count])?),
         }
     }
 }
@@ -109,25 +113,36 @@ impl<T: Number> Contestant<T> for One<'_, T> {
 struct Many<'a, B> {
     ours: &'a Ours,
     buffer: B,
-    /// Names and tensors in the order of each call, so that what is measured is the engine and not the search for them.
-    orders: Vec<Vec<(&'static str, RawTensor)>>,
+    /// What is submitted in the order of each call, so that what is measured is the engine and not the search for it.
+    orders: Vec<Vec<Submission<'static>>>,
+    prepared: Vec<Vec<Arc<Prepared>>>,
     calls: usize,
     receipts: Vec<Receipt>,
 }
 
 impl<'a, T: Number, B: DerefMut<Target = [T]>> Many<'a, B> {
-    fn new(ours: &'a Ours, mut buffer: B) -> Self {
+    fn new(ours: &'a Ours, mut buffer: B) -> Result<Self, Failure> {
         let (each, count) = (SMALL / size_of::<T>(), buffer.len());
         let (dtype, base) = (<T as Element>::DTYPE, buffer.as_mut_ptr());
-        let tensors: Vec<(&'static str, RawTensor)> = (0..count.div_ceil(each))
+        let submission = |index: usize| {
+            let shape = Shape::new(&[each.min(count - index * each)]);
+            let data = base.wrapping_add(index * each).cast();
+            // They live as long as the benchmark.
+            Submission {
+                name: Some(format!("layer{}.weight.{index}", index / 10).leak()),
+                kind: Kind::AllReduce,
+                reduction: ReduceOp::Sum.into(),
+                root: 0,
+                tensors: vec![RawTensor { data, dtype, shape }].leak(),
+                splits: &[],
+            }
+        };
+        let tensors = (0..count.div_ceil(each))
             .map(|index| {
-                let shape = Shape::new(&[each.min(count - index * each)]);
-                let data = base.wrapping_add(index * each).cast();
-                // They live as long as the benchmark.
-                let name = format!("layer{}.weight.{index}", index / 10).leak();
-                (&*name, RawTensor { data, dtype, shape })
+                let submission = submission(index);
+                Ok((submission, Arc::new(ours.engine.prepare(&submission)?)))
             })
-            .collect();
+            .collect::<Result<Vec<_>, Failure>>()?;
         let mut random = 0x9e37_79b9_7f4a_7c15 ^ ours.engine.rank() as u64;
         let mut next = |below: usize| {
             random ^= random << 13;
@@ -140,13 +155,9 @@ impl<'a, T: Number, B: DerefMut<Target = [T]>> Many<'a, B> {
             (1..order.len()).rev().for_each(|index| order.swap(index, next(index + 1)));
             order
         };
-        Self {
-            ours,
-            buffer,
-            orders: (0..ORDERS).map(order).collect(),
-            calls: 0,
-            receipts: Vec::new(),
-        }
+        let (orders, prepared) =
+            (0..ORDERS).map(order).map(|order: Vec<_>| order.into_iter().unzip()).unzip();
+        Ok(Self { ours, buffer, orders, prepared, calls: 0, receipts: Vec::new() })
     }
 }
 
@@ -166,17 +177,17 @@ impl<T: Number, B: DerefMut<Target = [T]>> Contestant<T> for Many<'_, B> {
     fn call(&mut self) -> Result<(), Failure> {
         let engine = &self.ours.engine;
         self.receipts.clear();
-        for (name, tensor) in &self.orders[self.calls % ORDERS] {
-            let submission = Submission {
-                name: Some(name),
-                kind: Kind::AllReduce,
-                reduction: ReduceOp::Sum.into(),
-                root: 0,
-                tensors: std::slice::from_ref(tensor),
-                splits: &[],
-            };
-            // SAFETY: disjoint parts of the buffer, which is not touched before all of them are done.
-            self.receipts.push(unsafe { engine.submit(&submission)? });
+        let order = self.calls % ORDERS;
+        if self.ours.way == Way::ManyNamed {
+            for submission in &self.orders[order] {
+                // SAFETY: disjoint parts of the buffer, which is not touched before all of them are done.
+                self.receipts.push(unsafe { engine.submit(submission)? });
+            }
+        } else {
+            for prepared in &self.prepared[order] {
+                // SAFETY: as above.
+                self.receipts.push(unsafe { engine.submit_prepared(prepared)? });
+            }
         }
         self.calls += 1;
         for receipt in &self.receipts {

@@ -1,7 +1,7 @@
 //! One rank of the benchmark: our side and the limits it is measured against.
 //!
 //! ```text
-//! deuteron-bench registered|plain|raw|named|many|many-plain|many-traced|waiting [--tls DIR] [--flat] OUT RANK RANKS ADDRESS BLOCK...
+//! deuteron-bench registered|plain|raw|named|many|many-named|many-plain|many-traced|waiting [--tls DIR] [--flat] OUT RANK RANKS ADDRESS BLOCK...
 //! deuteron-bench loop OUT RANK RANKS DESCRIPTOR BLOCK...
 //! deuteron-bench identity DIR
 //! ```
@@ -61,10 +61,11 @@ fn run() -> Result<(), Failure> {
     match mode.as_str() {
         "registered" => ours::run(&job, tls.as_deref(), true, flat.is_some()),
         "plain" => ours::run(&job, tls.as_deref(), false, flat.is_some()),
-        "named" | "many" | "many-plain" | "many-traced" | "waiting" => {
+        "named" | "many" | "many-named" | "many-plain" | "many-traced" | "waiting" => {
             let way = match mode.as_str() {
                 "named" => Way::Named,
                 "many" => Way::Many,
+                "many-named" => Way::ManyNamed,
                 "many-plain" => Way::ManyPlain,
                 "many-traced" => Way::ManyTraced,
                 _ => Way::Waiting,

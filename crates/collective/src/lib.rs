@@ -57,8 +57,8 @@ mod watch;
 pub use bucket::Bucket;
 pub use dtype::{DType, Element};
 pub use engine::{
-    Buffer, DESK, Engine, EngineOptions, Gathering, Handle, Output, RawTensor, Receipt, Shape,
-    Submission, Together,
+    Buffer, DESK, Engine, EngineOptions, Gathering, Handle, Output, Prepared, RawTensor, Receipt,
+    Shape, Submission, Together,
 };
 pub use error::{Error, Result};
 pub use group::{Gathered, Group};

@@ -868,7 +868,7 @@ fn an_engine_dropped_ends_what_is_on_its_way() {
         Ok(waiting.join().unwrap().unwrap_err().to_string())
     }));
     assert!(
-        results.iter().all(|text| text.contains("dropped") || text.contains("left")),
+        results.iter().all(|text| text.contains("closed") || text.contains("left")),
         "{results:?}"
     );
 }

@@ -6,7 +6,7 @@ use crate::{
     task::{GLANCE, deadline, interruptible},
 };
 use deuteron_collective::{
-    self as room, DType, Kind, RawTensor, Receipt, ReduceOp, Reduction, Shape, Submission,
+    self as room, DType, Kind, Prepared, RawTensor, Receipt, ReduceOp, Reduction, Shape, Submission,
 };
 use pyo3::{exceptions::PyIndexError, ffi, prelude::*};
 use std::{
@@ -264,26 +264,21 @@ impl Memory {
 }
 
 struct Slot {
-    name: String,
-    tensor: RawTensor,
+    prepared: Prepared,
+    address: usize,
+    bytes: usize,
 }
 
 /// Tensors at fixed places in a bucket that are reduced again and again: gradients.
 #[pyclass(frozen, module = "deuteron._core")]
 pub(crate) struct Slots {
     engine: Arc<room::Engine>,
-    reduction: Reduction,
     slots: Vec<Slot>,
     /// Submitted since the last wait.
     waiting: Mutex<Vec<Receipt>>,
     /// Keeps the memory.
     _memory: Py<Memory>,
 }
-
-// SAFETY: the pointers are into memory that is the object's own, which the engine and Python share by their contract.
-unsafe impl Send for Slots {}
-// SAFETY: as above; what changes is behind a lock.
-unsafe impl Sync for Slots {}
 
 impl Slots {
     fn waiting(&self) -> MutexGuard<'_, Vec<Receipt>> {
@@ -297,16 +292,8 @@ impl Slots {
     }
 
     fn start(&self, slot: &Slot) -> PyResult<()> {
-        let submission = Submission {
-            name: Some(&slot.name),
-            kind: Kind::AllReduce,
-            reduction: self.reduction,
-            root: 0,
-            tensors: std::slice::from_ref(&slot.tensor),
-            splits: &[],
-        };
         // SAFETY: the slot lies in memory that this object keeps, and Python leaves it alone until it has waited.
-        let receipt = unsafe { self.engine.submit(&submission) };
+        let receipt = unsafe { self.engine.submit_prepared(&slot.prepared) };
         self.waiting().push(receipt.map_err(|error| collective(&error))?);
         Ok(())
     }
@@ -328,15 +315,24 @@ impl Slots {
         let (start, bytes) = (memory.get().address, memory.get().bytes);
         let place = |(name, offset, code, shape): (String, usize, u8, Vec<usize>)| {
             let tensor = raw(&(start + offset, code, shape))?;
-            let end = tensor.shape.count().saturating_mul(tensor.dtype.size());
-            if offset.saturating_add(end) > bytes {
+            let length = tensor.shape.count().saturating_mul(tensor.dtype.size());
+            if offset.saturating_add(length) > bytes {
                 return Err(invalid(format!("{name} ends beyond the memory of {bytes} bytes")));
             }
-            Ok(Slot { name, tensor })
+            let prepared = engine.0.prepare(&Submission {
+                name: Some(&name),
+                kind: Kind::AllReduce,
+                reduction,
+                root: 0,
+                tensors: &[tensor],
+                splits: &[],
+            });
+            let prepared = prepared.map_err(|error| collective(&error))?;
+            Ok(Slot { prepared, address: start + offset, bytes: length })
         };
         let slots = slots.into_iter().map(place).collect::<PyResult<Vec<_>>>()?;
         let (engine, waiting) = (Arc::clone(&engine.0), Mutex::default());
-        Ok(Self { engine, reduction, slots, waiting, _memory: memory })
+        Ok(Self { engine, slots, waiting, _memory: memory })
     }
 
     fn submit(&self, slot: usize) -> PyResult<()> {
@@ -345,8 +341,7 @@ impl Slots {
 
     fn fill(&self, py: Python<'_>, slot: usize, address: usize) -> PyResult<()> {
         let slot = self.slot(slot)?;
-        let bytes = slot.tensor.shape.count() * slot.tensor.dtype.size();
-        let target = slot.tensor.data as usize;
+        let (target, bytes) = (slot.address, slot.bytes);
         let copy = || {
             // SAFETY: the slot is the object's own, and the caller's tensor has its type and shape and lives elsewhere.
             unsafe { std::ptr::copy_nonoverlapping(address as *const u8, target as *mut u8, bytes) }

@@ -31,7 +31,7 @@ pub use buffer::{Buffer, Together};
 pub use desk::DESK;
 pub use message::Shape;
 pub use output::Output;
-pub use table::{RawTensor, Receipt, Submission};
+pub use table::{Prepared, RawTensor, Receipt, Submission};
 
 use crate::{
     Bucket, Element, Gathered, Group, ReduceOp, Reduction,
@@ -198,6 +198,14 @@ fn call(callback: Callback, result: Result<()>) {
     }
 }
 
+#[inline]
+fn refused_or(receipt: Receipt, refusal: Option<Error>) -> Result<Receipt> {
+    match refusal {
+        Some(error) if receipt.is_refused() => Err(error),
+        _ => Ok(receipt),
+    }
+}
+
 impl Shared {
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
@@ -278,18 +286,27 @@ impl Shared {
     #[inline]
     fn submit(&self, submission: &Submission<'_>, waits: bool) -> Result<Receipt> {
         let mut refusal = None;
-        let receipt = self.take_in(submission, waits, &mut refusal);
-        match refusal {
-            Some(error) if receipt.is_refused() => Err(error),
-            _ => Ok(receipt),
-        }
+        let receipt = self.take_in(waits, &mut refusal, |table, refusal| {
+            table.submit(submission, waits, || self.clock(), refusal)
+        });
+        refused_or(receipt, refusal)
     }
 
+    #[inline]
+    fn submit_prepared(&self, prepared: &Prepared) -> Result<Receipt> {
+        let mut refusal = None;
+        let receipt = self.take_in(false, &mut refusal, |table, refusal| {
+            table.submit_prepared(prepared, || self.clock(), refusal)
+        });
+        refused_or(receipt, refusal)
+    }
+
+    #[inline]
     fn take_in(
         &self,
-        submission: &Submission<'_>,
         waits: bool,
         refusal: &mut Option<Error>,
+        submit: impl FnOnce(&mut Table, &mut Option<Error>) -> (Receipt, Next),
     ) -> Receipt {
         let mut table = self.table();
         if table.failed || self.forks != fork::forks() {
@@ -301,7 +318,7 @@ impl Shared {
             self.waited.store(false, Ordering::Relaxed);
             table.next_era();
         }
-        let (receipt, next) = table.submit(submission, waits, || self.clock(), refusal);
+        let (receipt, next) = submit(&mut table, refusal);
         drop(table);
         match next {
             Next::Ring => self.ring(),
@@ -915,6 +932,21 @@ impl Engine {
     pub unsafe fn submit(&self, submission: &Submission<'_>) -> Result<Receipt> {
         self.check(submission)?;
         self.shared.submit(submission, false)
+    }
+
+    /// Prepares an operation that is going to be submitted again and again, with the same tensors.
+    pub fn prepare(&self, submission: &Submission<'_>) -> Result<Prepared> {
+        self.check(submission)?;
+        Prepared::new(submission)
+    }
+
+    /// Submits what has been prepared. Its name need not be looked up again.
+    ///
+    /// # Safety
+    /// As for [`Self::submit`].
+    #[inline]
+    pub unsafe fn submit_prepared(&self, prepared: &Prepared) -> Result<Receipt> {
+        self.shared.submit_prepared(prepared)
     }
 
     /// Whether an operation is done or has failed.

@@ -20,7 +20,16 @@ use crate::{
 };
 use hashbrown::HashTable;
 use rustc_hash::{FxBuildHasher, FxHashMap};
-use std::{any::Any, hash::BuildHasher, sync::Arc, time::Duration};
+use std::{
+    any::Any,
+    hash::BuildHasher,
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
 
 /// A tensor where it lies.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +57,60 @@ pub struct Submission<'a> {
     pub tensors: &'a [RawTensor],
     /// For an all-to-all, the rows that go to each rank; none for equal shares.
     pub splits: &'a [usize],
+}
+
+/// An operation that is submitted again and again: it is looked up once. What a submission reads comes first, in one
+/// cache line.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct Prepared {
+    /// Fingerprints of name and request.
+    prints: (u64, u64),
+    /// The only tensor, where there is one.
+    data: *mut u8,
+    /// Where the name was found last.
+    entry: AtomicU32,
+    kind: Kind,
+    root: usize,
+    reduction: Reduction,
+    tensors: Vec<RawTensor>,
+    splits: Vec<usize>,
+    name: String,
+}
+
+// SAFETY: the pointers are not used here; who submits it answers for them, as with any submission.
+unsafe impl Send for Prepared {}
+// SAFETY: as above.
+unsafe impl Sync for Prepared {}
+
+impl Prepared {
+    pub(super) fn new(submission: &Submission<'_>) -> Result<Self> {
+        let name = submission.name.unwrap_or_default();
+        check_name(name)?;
+        let tensors = submission.tensors.to_vec();
+        Ok(Self {
+            prints: (names(name.as_bytes()).1, fingerprint(submission)),
+            data: if let [one] = &tensors[..] { one.data } else { ptr::null_mut() },
+            entry: AtomicU32::new(u32::MAX),
+            kind: submission.kind,
+            root: submission.root,
+            reduction: submission.reduction,
+            tensors,
+            splits: submission.splits.to_vec(),
+            name: name.to_owned(),
+        })
+    }
+
+    fn submission(&self) -> Submission<'_> {
+        Submission {
+            name: Some(&self.name),
+            kind: self.kind,
+            reduction: self.reduction,
+            root: self.root,
+            tensors: &self.tensors,
+            splits: &self.splits,
+        }
+    }
 }
 
 /// Stands for one submitted operation.
@@ -281,6 +344,47 @@ impl Table {
                 return (Receipt::REFUSED, Next::Nothing);
             }
         };
+        let only = if let [one] = submission.tensors { Some(one.data) } else { None };
+        let submission = || *submission;
+        self.take_in(entry, fingerprint(&submission()), only, submission, waits, clock, refusal)
+    }
+
+    /// The same for what has been looked up before.
+    #[inline(always)]
+    pub fn submit_prepared(
+        &mut self,
+        prepared: &Prepared,
+        clock: impl Fn() -> u64,
+        refusal: &mut Option<Error>,
+    ) -> (Receipt, Next) {
+        let entry = prepared.entry.load(Ordering::Relaxed);
+        let (name, fingerprint) = prepared.prints;
+        if self.entries.get(entry as usize).is_none_or(|known| known.flight.name != name) {
+            let (receipt, next) = self.submit(&prepared.submission(), false, clock, refusal);
+            prepared.entry.store(receipt.entry, Ordering::Relaxed);
+            return (receipt, next);
+        }
+        let only = if prepared.data.is_null() { None } else { Some(prepared.data) };
+        let submission = || prepared.submission();
+        self.take_in(entry, fingerprint, only, submission, false, clock, refusal)
+    }
+
+    /// `only` is the only tensor, where there is one.
+    #[inline(always)]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "inlined twice; a struct of them would be built each time"
+    )]
+    fn take_in<'a>(
+        &mut self,
+        entry: u32,
+        fingerprint: u64,
+        only: Option<*mut u8>,
+        submission: impl Fn() -> Submission<'a>,
+        waits: bool,
+        clock: impl Fn() -> u64,
+        refusal: &mut Option<Error>,
+    ) -> (Receipt, Next) {
         let index = entry as usize;
         if !self.is_idle(entry) {
             let name = &self.entries[index].name;
@@ -301,26 +405,25 @@ impl Table {
         flight.epoch += 1;
         flight.announced = false;
         let mut moved = false;
-        match submission.tensors {
-            [one] => {
-                moved = flight.data != one.data;
-                flight.data = one.data;
+        match only {
+            Some(data) => {
+                moved = flight.data != data;
+                flight.data = data;
             }
-            several => {
+            None => {
                 known.pointers.clear();
-                known.pointers.extend(several.iter().map(|tensor| tensor.data));
+                known.pointers.extend(submission().tensors.iter().map(|tensor| tensor.data));
             }
-        }
-        if submission.kind == Kind::AllToAll {
-            known.splits = submission.splits.to_vec();
         }
         let mut receipt = Receipt::loose(entry, flight.epoch);
-        let fingerprint = fingerprint(submission);
         let same = flight.fingerprint == fingerprint;
         if !same {
             flight.fingerprint = fingerprint;
-            known.request = request(submission);
+            known.request = request(&submission());
             known.agreed = false;
+        }
+        if submission().kind == Kind::AllToAll {
+            known.splits = submission().splits.to_vec();
         }
         let next = match flight.bucket {
             NO_BUCKET => {
@@ -363,10 +466,7 @@ impl Table {
     }
 
     fn add(&mut self, name: &str, submission: &Submission<'_>, once: bool) -> Result<u32> {
-        if name.len() > MAX_NAME || name.is_empty() {
-            let length = name.len();
-            return Err(Error::Invalid(format!("a name has 1 to {MAX_NAME} bytes, not {length}")));
-        }
+        check_name(name)?;
         Ok(self.insert(name, request(submission), fingerprint(submission), once))
     }
 
@@ -535,6 +635,8 @@ impl Table {
         if let Ok(known) = self.names.find_entry(hash, |index| *index == entry) {
             known.remove();
             self.free.push(entry);
+            // Whoever remembers the entry has to look for the name again.
+            self.entries[entry as usize].flight.name = 0;
         }
     }
 
@@ -841,6 +943,14 @@ fn names(name: &[u8]) -> (u64, u64) {
         None => mix(std::array::from_fn(|index| name.get(index).copied().unwrap_or(0))),
     }
     (FxBuildHasher.hash_one(name), fingerprint)
+}
+
+fn check_name(name: &str) -> Result<()> {
+    if name.len() > MAX_NAME || name.is_empty() {
+        let length = name.len();
+        return Err(Error::Invalid(format!("a name has 1 to {MAX_NAME} bytes, not {length}")));
+    }
+    Ok(())
 }
 
 /// A word that differs when requests do, but for one case in 2⁶⁴.
