@@ -19,7 +19,7 @@ export RUFF_VERSION := 0.17.4
 LOCKED := $(if $(filter true,$(CI)),--locked)
 DENY := $(TOOLS)/cargo-deny-$(CARGO_DENY_VERSION)/bin/cargo-deny
 RUFF := $(TOOLS)/ruff-$(RUFF_VERSION)/bin/ruff
-PYTHON_SOURCES := $(wildcard bench scripts)
+PYTHON_SOURCES := $(wildcard bench scripts python)
 COLLECTIVE := -p deuteron-collective
 LIBRARIES := $(COLLECTIVE) -p deuteron-gang -p deuteron-cli
 # $(call suite,SECONDS) COMMAND
@@ -32,13 +32,13 @@ demo: ## run the first example: ranks add up their numbers
 	cargo run $(LOCKED) --release --example all_reduce $(COLLECTIVE)
 
 setup: ## install all that the tests and the benchmark need, skipping what is there
-	scripts/setup.sh tools system peers
+	scripts/setup.sh tools system peers package
 
 setup-tools:
 	scripts/setup.sh tools
 
 setup-test:
-	scripts/setup.sh system peers
+	scripts/setup.sh system peers package
 
 check: setup-tools ## format, lints, bans, licences, sources and documentation
 	cargo fmt --all --check
@@ -57,11 +57,18 @@ test-fast: ## unit, documentation and cheap integration tests, under two minutes
 	$(call suite,900) cargo test $(LOCKED) $(LIBRARIES) --no-run
 	$(call suite,240) cargo test $(LOCKED) $(LIBRARIES)
 
-test: check setup-test test-workspace bench-quick ## everything that CI runs, cheapest first
+test: check setup-test check-python test-python test-workspace bench-quick ## everything that CI runs, cheapest first
 
 test-workspace:
 	$(call suite,1200) cargo test $(LOCKED) --workspace --no-run
 	$(call suite,1200) cargo test $(LOCKED) --workspace
+
+check-python: setup-test ## types of the Python package, and that its stubs tell the truth
+	.venv/bin/python -m mypy --strict python/deuteron python/horovod/horovod
+	.venv/bin/python -m mypy.stubtest deuteron._core
+
+test-python: setup-test ## the Python package on real processes
+	$(call suite,1200) .venv/bin/python -m pytest python/tests
 
 test-large: ## tests that need much memory or time, on demand
 	$(call suite,1200) cargo test $(LOCKED) --release --workspace --tests --no-run
@@ -82,5 +89,5 @@ clean: ## remove what was built here; the tools stay
 	cargo clean
 	rm -rf .venv
 
-.PHONY: help demo setup setup-tools setup-test check format test-fast test test-workspace test-large \
+.PHONY: help demo setup setup-tools setup-test check format test-fast test check-python test-python test-workspace test-large \
 	fuzz bench bench-quick clean

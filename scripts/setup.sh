@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Brings what the checks (`tools`), the tests (`system`) and the benchmark (`peers`) need, and skips what is there.
+# Brings what the checks (`tools`), the tests (`system`) and the benchmark (`peers`) need, and skips what is there;
+# installs the Python package itself (`package`).
 #
 # Called by make, which sets TOOLS and the versions. Without CI=true a missing system component is a warning, because
 # the tests that need it are skipped; with CI=true it is an error, because there a skipped test is a hidden failure.
@@ -88,12 +89,12 @@ system() {
     say "system components are checked"
 }
 
-# PyTorch brings Gloo. The stamp is written last, so that an interrupted installation is made again.
+# PyTorch brings Gloo; pytest and mypy test the package. The stamp is written last, so that an interrupted installation is made again.
 peers() {
     local stamp
     stamp="$(sha256sum <requirements-test.txt) $(python --version)"
     if ! [ -x .venv/bin/python ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
-        say "installing PyTorch and matplotlib into .venv; a few minutes, 6 GB"
+        say "installing PyTorch, matplotlib and pytest into .venv; a few minutes, 6 GB"
         python -m venv --clear .venv
         .venv/bin/python -m pip install --requirement requirements-test.txt
         .venv/bin/python -c 'import torch.distributed as d; assert d.is_gloo_available(), "this PyTorch has no Gloo"'
@@ -102,9 +103,17 @@ peers() {
     say ".venv is ready"
 }
 
+# What users get by `pip install .`, with maturin from .venv so that nothing is fetched; cargo builds what has changed.
+package() {
+    say "building the Python package; a few minutes the first time"
+    PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+        --force-reinstall . ./python/horovod
+    say "deuteron is installed in .venv"
+}
+
 for part in "$@"; do
     case "$part" in
-        tools | system | peers) "$part" ;;
-        *) fail "unknown part $part: tools, system or peers" ;;
+        tools | system | peers | package) "$part" ;;
+        *) fail "unknown part $part: tools, system, peers or package" ;;
     esac
 done

@@ -96,11 +96,14 @@ class Engine:
         reduction: int = 1,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        now: bool = False,
     ) -> Operation:
-        """In place."""
-    def all_gather(self, name: str | None, tensors: Sequence[tuple[int, int, Sequence[int]]]) -> Operation: ...
+        """In place. ``now``, here and below: the caller waits for it next, so nobody is woken to move it on."""
+    def all_gather(
+        self, name: str | None, tensors: Sequence[tuple[int, int, Sequence[int]]], now: bool = False
+    ) -> Operation: ...
     def broadcast(
-        self, name: str | None, tensors: Sequence[tuple[int, int, Sequence[int]]], root: int
+        self, name: str | None, tensors: Sequence[tuple[int, int, Sequence[int]]], root: int, now: bool = False
     ) -> Operation:
         """In place. ``root`` is a number within this engine's ranks."""
     def reduce_scatter(
@@ -110,12 +113,17 @@ class Engine:
         reduction: int = 1,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        now: bool = False,
     ) -> Operation: ...
     def all_to_all(
-        self, name: str | None, tensor: tuple[int, int, Sequence[int]], splits: Sequence[int] = ()
+        self,
+        name: str | None,
+        tensor: tuple[int, int, Sequence[int]],
+        splits: Sequence[int] = (),
+        now: bool = False,
     ) -> Operation:
         """``splits`` are rows for each rank; none for equal shares."""
-    def barrier(self, name: str | None = None) -> Operation: ...
+    def barrier(self, name: str | None = None, now: bool = False) -> Operation: ...
     def bucket(self, bytes: int) -> Memory:
         """Memory of the group, zeroed: what lies in it is reduced in place. All ranks call it alike."""
     def report(self) -> str:

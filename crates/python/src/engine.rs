@@ -58,25 +58,30 @@ impl Engine {
         Self(Arc::new(engine))
     }
 
-    fn submit(&self, submission: &Submission<'_>) -> PyResult<Operation> {
+    /// `now`: the caller waits for it next.
+    fn submit(&self, submission: &Submission<'_>, now: bool) -> PyResult<Operation> {
         // SAFETY: whoever calls from Python keeps the tensors until the operation is done; it is part of the contract
         // of this module, which only the package's own front uses.
-        let receipt = unsafe { self.0.submit(submission) }.map_err(|error| collective(&error))?;
+        let receipt = unsafe {
+            match now {
+                true => self.0.submit_to_wait(submission),
+                false => self.0.submit(submission),
+            }
+        };
+        let receipt = receipt.map_err(|error| collective(&error))?;
         Ok(Operation { engine: Arc::clone(&self.0), receipt })
     }
 
-    fn start(
-        &self,
-        name: Option<&str>,
-        kind: Kind,
-        reduction: Reduction,
-        root: usize,
-        tensors: &[Place],
-        splits: &[usize],
-    ) -> PyResult<Operation> {
+    fn start(&self, wanted: Submission<'_>, tensors: &[Place], now: bool) -> PyResult<Operation> {
         let tensors = tensors.iter().map(raw).collect::<PyResult<Vec<_>>>()?;
-        self.submit(&Submission { name, kind, reduction, root, tensors: &tensors, splits })
+        self.submit(&Submission { tensors: &tensors, ..wanted }, now)
     }
+}
+
+/// An operation with nothing special about it.
+fn wanted(name: Option<&str>, kind: Kind) -> Submission<'_> {
+    let reduction = ReduceOp::Sum.into();
+    Submission { name, kind, reduction, root: 0, tensors: &[], splits: &[] }
 }
 
 #[pymethods]
@@ -91,7 +96,7 @@ impl Engine {
         self.0.size()
     }
 
-    #[pyo3(signature = (name, tensors, reduction=1, prescale=1.0, postscale=1.0))]
+    #[pyo3(signature = (name, tensors, reduction=1, prescale=1.0, postscale=1.0, now=false))]
     fn all_reduce(
         &self,
         name: Option<&str>,
@@ -99,25 +104,34 @@ impl Engine {
         reduction: u8,
         prescale: f64,
         postscale: f64,
+        now: bool,
     ) -> PyResult<Operation> {
         let reduction = self::reduction(reduction, prescale, postscale)?;
-        self.start(name, Kind::AllReduce, reduction, 0, &tensors, &[])
+        self.start(Submission { reduction, ..wanted(name, Kind::AllReduce) }, &tensors, now)
     }
 
-    fn all_gather(&self, name: Option<&str>, tensors: Vec<Place>) -> PyResult<Operation> {
-        self.start(name, Kind::AllGather, ReduceOp::Sum.into(), 0, &tensors, &[])
+    #[pyo3(signature = (name, tensors, now=false))]
+    fn all_gather(
+        &self,
+        name: Option<&str>,
+        tensors: Vec<Place>,
+        now: bool,
+    ) -> PyResult<Operation> {
+        self.start(wanted(name, Kind::AllGather), &tensors, now)
     }
 
+    #[pyo3(signature = (name, tensors, root, now=false))]
     fn broadcast(
         &self,
         name: Option<&str>,
         tensors: Vec<Place>,
         root: usize,
+        now: bool,
     ) -> PyResult<Operation> {
-        self.start(name, Kind::Broadcast, ReduceOp::Sum.into(), root, &tensors, &[])
+        self.start(Submission { root, ..wanted(name, Kind::Broadcast) }, &tensors, now)
     }
 
-    #[pyo3(signature = (name, tensors, reduction=1, prescale=1.0, postscale=1.0))]
+    #[pyo3(signature = (name, tensors, reduction=1, prescale=1.0, postscale=1.0, now=false))]
     fn reduce_scatter(
         &self,
         name: Option<&str>,
@@ -125,24 +139,26 @@ impl Engine {
         reduction: u8,
         prescale: f64,
         postscale: f64,
+        now: bool,
     ) -> PyResult<Operation> {
         let reduction = self::reduction(reduction, prescale, postscale)?;
-        self.start(name, Kind::ReduceScatter, reduction, 0, &tensors, &[])
+        self.start(Submission { reduction, ..wanted(name, Kind::ReduceScatter) }, &tensors, now)
     }
 
-    #[pyo3(signature = (name, tensor, splits=Vec::new()))]
+    #[pyo3(signature = (name, tensor, splits=Vec::new(), now=false))]
     fn all_to_all(
         &self,
         name: Option<&str>,
         tensor: Place,
         splits: Vec<usize>,
+        now: bool,
     ) -> PyResult<Operation> {
-        self.start(name, Kind::AllToAll, ReduceOp::Sum.into(), 0, &[tensor], &splits)
+        self.start(Submission { splits: &splits, ..wanted(name, Kind::AllToAll) }, &[tensor], now)
     }
 
-    #[pyo3(signature = (name=None))]
-    fn barrier(&self, name: Option<&str>) -> PyResult<Operation> {
-        self.start(name, Kind::Barrier, ReduceOp::Sum.into(), 0, &[], &[])
+    #[pyo3(signature = (name=None, now=false))]
+    fn barrier(&self, name: Option<&str>, now: bool) -> PyResult<Operation> {
+        self.start(wanted(name, Kind::Barrier), &[], now)
     }
 
     fn bucket(&self, py: Python<'_>, bytes: usize) -> PyResult<Memory> {
@@ -320,12 +336,9 @@ impl Slots {
                 return Err(invalid(format!("{name} ends beyond the memory of {bytes} bytes")));
             }
             let prepared = engine.0.prepare(&Submission {
-                name: Some(&name),
-                kind: Kind::AllReduce,
                 reduction,
-                root: 0,
                 tensors: &[tensor],
-                splits: &[],
+                ..wanted(Some(&name), Kind::AllReduce)
             });
             let prepared = prepared.map_err(|error| collective(&error))?;
             Ok(Slot { prepared, address: start + offset, bytes: length })

@@ -934,6 +934,16 @@ impl Engine {
         self.shared.submit(submission, false)
     }
 
+    /// The same for a caller that waits for it next: nobody else is woken to move it on.
+    ///
+    /// # Safety
+    /// As for [`Self::submit`].
+    #[inline]
+    pub unsafe fn submit_to_wait(&self, submission: &Submission<'_>) -> Result<Receipt> {
+        self.check(submission)?;
+        self.shared.submit(submission, true)
+    }
+
     /// Prepares an operation that is going to be submitted again and again, with the same tensors.
     pub fn prepare(&self, submission: &Submission<'_>) -> Result<Prepared> {
         self.check(submission)?;

@@ -1,0 +1,5 @@
+"""Exceptions that scripts catch."""
+
+from deuteron.errors import CollectiveError as HorovodInternalError
+
+__all__ = ["HorovodInternalError"]

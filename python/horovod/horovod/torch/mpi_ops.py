@@ -1,0 +1,4 @@
+"""Collectives, where some scripts import them from."""
+
+from deuteron.torch import *  # noqa: F403
+from deuteron.torch import __all__ as __all__
