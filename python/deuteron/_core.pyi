@@ -1,9 +1,10 @@
 """The native module: tasks, jobs and the engine of collective operations."""
 
+import sys
 from collections.abc import Sequence
 from typing import final
 
-from typing_extensions import Buffer
+__all__ = ["Accelerator", "Engine", "Memory", "Operation", "Slots", "Task", "TaskInfo", "__version__", "main"]
 
 __version__: str
 
@@ -119,7 +120,7 @@ class Engine:
         self,
         name: str | None,
         tensor: tuple[int, int, Sequence[int]],
-        splits: Sequence[int] = (),
+        splits: Sequence[int] = ...,
         now: bool = False,
     ) -> Operation:
         """``splits`` are rows for each rank; none for equal shares."""
@@ -143,7 +144,7 @@ class Operation:
         """Waits until it is done and returns what it has made, once; ``TimedOutError`` leaves it on its way."""
 
 @final
-class Memory(Buffer):
+class Memory:
     """Bytes of the native side, writable, for as long as anybody looks at them."""
 
     @property
@@ -153,20 +154,22 @@ class Memory(Buffer):
         """How many elements are of each rank, if they were gathered."""
     def __len__(self) -> int:
         """In bytes."""
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Slots:
     """Tensors at fixed places in a bucket that are reduced again and again: gradients."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         engine: Engine,
         memory: Memory,
         slots: Sequence[tuple[str, int, int, Sequence[int]]],
         reduction: int = 1,
         prescale: float = 1.0,
         postscale: float = 1.0,
-    ) -> None:
+    ) -> Slots:
         """A slot is a name, an offset in bytes, a type and a shape."""
     def submit(self, slot: int) -> None:
         """Reduces what lies in the slot."""
