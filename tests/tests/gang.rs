@@ -1,10 +1,11 @@
 //! The `deuteron` command on one machine: what tasks are given, how they meet, how they fail and start again.
 #![expect(clippy::unwrap_used, reason = "a test fails loudly")]
 
-use deuteron_chaos::{Case, Directory, Ended, Launch, Process, Stamp, has_socket, script};
+use deuteron_chaos::{Case, Directory, Ended, Hash, Launch, Process, Stamp, has_socket, script};
 use deuteron_gang::{
-    Accelerator, Job, Request,
+    Accelerator, Host, Job, Request,
     discovery::Source,
+    policy::Restarts,
     supervisor::{Control, run},
 };
 use rustix::process::{Signal, geteuid};
@@ -151,6 +152,67 @@ fn results_come_back_in_rank_order() {
     }
     let outcome = run(job(2, &["true"], &stamp), &Control::default(), drop).unwrap();
     assert_eq!(outcome.results, [None, None]);
+    stamp.gone_within(Duration::from_millis(500));
+}
+
+/// Runs tasks that look at a payload of so many bytes, and returns the most memory that an agent has had, in kB.
+fn look_at_payload(mut job: Job, bytes: usize, generation: u64) -> u64 {
+    job.payload = (0..bytes).map(|index| (index * 7 + index / 251) as u8).collect();
+    let mut hash = Hash::default();
+    hash.add(&job.payload);
+    let expected = format!("{bytes} {} true ", hash.value());
+    let tasks = job.tasks;
+    let outcome = run(job, &Control::default(), drop).unwrap();
+    assert_eq!((outcome.generation, outcome.results.len()), (generation, tasks));
+    let most = outcome.results.iter().map(|result| {
+        let text = String::from_utf8(result.clone().unwrap()).unwrap();
+        let most = text.strip_prefix(&expected).unwrap_or_else(|| panic!("{text}: not {expected}"));
+        most.parse::<u64>().unwrap()
+    });
+    most.max().unwrap()
+}
+
+#[test]
+fn a_payload_of_any_size_reaches_every_task() {
+    let _case = Case::after(warm_up, 90);
+    let stamp = Stamp::on(&mut Command::new("true"));
+    for bytes in [0, 1, 65_535, 65_536, 65_537, 3_000_000] {
+        look_at_payload(job(3, &[TASK, "payload"], &stamp), bytes, 0);
+    }
+    let start = Instant::now();
+    let most = look_at_payload(job(2, &[TASK, "payload"], &stamp), 200_000_000, 0);
+    eprintln!("200 MB to 2 tasks: {:?}, and the agent had at most {most} kB", start.elapsed());
+    assert!(most < 250_000, "the agent holds it more than once: {most} kB");
+    stamp.gone_within(Duration::from_millis(500));
+}
+
+#[test]
+fn a_payload_is_there_after_a_restart() {
+    let _case = Case::after(warm_up, 60);
+    let stamp = Stamp::on(&mut Command::new("true"));
+    // The agent stays, or it is another one that has to be told.
+    for how in ["fail", "orphan"] {
+        let mut job = job(2, &[TASK, "payload", how], &stamp);
+        job.restarts = Restarts { most: 1, ..Restarts::default() };
+        look_at_payload(job, 1_000_000, 1);
+    }
+    stamp.gone_within(Duration::from_millis(500));
+}
+
+#[test]
+fn a_payload_crosses_to_other_hosts() {
+    let _case = Case::after(warm_up, 60);
+    let stamp = Stamp::on(&mut Command::new("true"));
+    let directory = Directory::new();
+    // Instead of going to another host it runs the command here; the agent then calls back with TLS.
+    let ssh = directory.path().join("ssh");
+    script(&ssh, "#!/bin/sh\nfor word; do :; done; exec sh -c \"$word\"\n");
+    let mut job = job(4, &[TASK, "payload"], &stamp);
+    job.ssh.program = ssh.into();
+    job.interface = Some("127.0.0.1".into());
+    let host = |name: &str| Host { name: name.into(), slots: 2 };
+    job.hosts = vec![host("far1"), host("far2")];
+    look_at_payload(job, 20_000_000, 0);
     stamp.gone_within(Duration::from_millis(500));
 }
 

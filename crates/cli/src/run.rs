@@ -319,6 +319,7 @@ pub(crate) fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> R
         tasks,
         command,
         environment,
+        payload: Arc::default(),
         hosts,
         request,
         discovery,

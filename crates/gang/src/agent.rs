@@ -9,14 +9,14 @@ use crate::{
     discovery::discover,
     identity::Credentials,
     net::{
-        Bound, Door, Duplex, Spoken, accept_here, call, greet, listen_here, read, socket_name,
-        speak, write,
+        Bound, Door, Duplex, Out, Spoken, accept_here, call, greet, listen_here, next, read,
+        socket_name, speak, write,
     },
     output::{Last, forward},
     process::{Handle, Program, Started},
     protocol::{
         Assignment, FromAgent, FromTask, Gathered, Hand, Invitation, Meeting, OVERSLEPT, PATIENCE,
-        SILENCE, ToAgent, ToTask,
+        Parcel, Pieces, SILENCE, ToAgent, ToTask,
     },
 };
 use deuteron_collective::{
@@ -26,6 +26,7 @@ use deuteron_collective::{
 use rustls::pki_types::ServerName;
 use std::{
     collections::BTreeMap,
+    future::poll_fn,
     io::{
         self, BufRead,
         ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof},
@@ -195,11 +196,11 @@ enum Local {
     },
     Connected {
         rank: usize,
-        line: UnboundedSender<ToTask>,
+        line: UnboundedSender<Out<ToTask>>,
     },
     Said {
         rank: usize,
-        line: UnboundedSender<ToTask>,
+        line: UnboundedSender<Out<ToTask>>,
         message: FromTask,
     },
 }
@@ -208,11 +209,21 @@ struct Running {
     handle: Box<dyn Handle>,
     last: Last,
     traceback: Option<String>,
-    lines: Vec<UnboundedSender<ToTask>>,
+    lines: Vec<UnboundedSender<Out<ToTask>>>,
     stopped: Option<Instant>,
     /// Reported as stopped.
     given_up: bool,
     _tasks: Vec<Bound>,
+}
+
+/// What the supervisor gives to all tasks, as far as it has come.
+enum Payload {
+    /// No assignment has said how long it is.
+    Unknown,
+    Coming(Parcel),
+    Whole(Arc<Vec<u8>>),
+    /// It cannot be held, and why.
+    Missing(String),
 }
 
 /// Starts a task.
@@ -230,6 +241,9 @@ struct Agent {
     grace: Duration,
     kill_at: Option<Instant>,
     paused: bool,
+    payload: Payload,
+    /// Tasks that want it before it is there.
+    hungry: Vec<UnboundedSender<Out<ToTask>>>,
 }
 
 /// Joins over `stream` and serves until the job is over or the supervisor is.
@@ -277,6 +291,8 @@ pub(crate) async fn serve(
         grace: Duration::ZERO,
         kill_at: None,
         paused: false,
+        payload: Payload::Unknown,
+        hungry: Vec::new(),
     };
     let silence = || format!("no sign of life from the supervisor for {} s", PATIENCE.as_secs());
     let mut gone = std::pin::pin!(gone);
@@ -354,6 +370,14 @@ impl Agent {
                 });
             }
             ToAgent::End { .. } | ToAgent::Gathered(_) | ToAgent::Abandoned { .. } => {}
+            ToAgent::Payload(piece) => {
+                if let Payload::Coming(parcel) = &mut self.payload
+                    && let Some(whole) = parcel.add(&piece)
+                {
+                    self.payload = Payload::Whole(Arc::new(whole));
+                    std::mem::take(&mut self.hungry).into_iter().for_each(|line| self.feed(line));
+                }
+            }
             ToAgent::Pause => {
                 self.paused = true;
                 self.running.values().for_each(|task| task.handle.pause());
@@ -374,6 +398,13 @@ impl Agent {
         self.infos = Arc::clone(&assignment.infos);
         self.grace = assignment.grace;
         self.kill_at = None;
+        if let Payload::Unknown = self.payload {
+            self.payload = match (assignment.payload, Parcel::new(assignment.payload)) {
+                (0, _) => Payload::Whole(Arc::default()),
+                (_, Ok(parcel)) => Payload::Coming(parcel),
+                (_, Err(why)) => Payload::Missing(why),
+            };
+        }
         let generation = assignment.generation;
         let mut failed = Vec::new();
         for task in &assignment.tasks {
@@ -454,7 +485,7 @@ impl Agent {
                     infos: Arc::clone(&self.infos),
                     credentials: self.credentials.get(&rank).cloned().flatten(),
                 };
-                let _ = line.send(welcome);
+                let _ = line.send(Out::Say(welcome));
                 if let Some(task) = self.running.get_mut(&rank) {
                     task.lines.retain(|line| !line.is_closed());
                     task.lines.push(line);
@@ -472,17 +503,34 @@ impl Agent {
                         if let Some(task) = self.running.get_mut(&rank) {
                             task.traceback = Some(text.clone());
                         }
-                        let _ = line.send(ToTask::Taken);
+                        let _ = line.send(Out::Say(ToTask::Taken));
                         FromAgent::Confessed { generation, rank, traceback: text }
                     }
                     FromTask::Result(piece) => {
                         if piece.is_empty() {
-                            let _ = line.send(ToTask::Taken);
+                            let _ = line.send(Out::Say(ToTask::Taken));
                         }
                         FromAgent::Result { generation, rank, piece }
                     }
+                    FromTask::Payload => return self.feed(line),
                 };
                 let _ = self.out.send(message).await;
+            }
+        }
+    }
+
+    /// Gives a task the payload, now or when it has come.
+    fn feed(&mut self, line: UnboundedSender<Out<ToTask>>) {
+        match &self.payload {
+            Payload::Unknown | Payload::Coming(_) => self.hungry.push(line),
+            Payload::Whole(payload) => {
+                let total = payload.len() as u64;
+                let message = move |piece| ToTask::Payload { total, piece };
+                let pieces = Pieces::of(Arc::clone(payload)).map(message);
+                let _ = line.send(Out::Give(Box::new(pieces)));
+            }
+            Payload::Missing(why) => {
+                let _ = line.send(Out::Say(ToTask::NoPayload(why.clone())));
             }
         }
     }
@@ -504,7 +552,7 @@ impl Agent {
 
     fn tell_tasks(&self, message: impl Fn() -> ToTask) {
         for line in self.running.values().flat_map(|task| &task.lines) {
-            let _ = line.send(message());
+            let _ = line.send(Out::Say(message()));
         }
     }
 
@@ -583,9 +631,10 @@ async fn task_door(
 /// Carries messages between one task and the agent until the task closes.
 async fn talk(stream: UnixStream, generation: u64, rank: usize, local: mpsc::Sender<(u64, Local)>) {
     let (mut incoming, mut outgoing) = tokio::io::split(stream);
-    let (line, mut messages) = mpsc::unbounded_channel::<ToTask>();
+    let (line, messages) = mpsc::unbounded_channel::<Out<ToTask>>();
     let _writer = Bound::spawn(async move {
-        while let Some(message) = messages.recv().await {
+        let mut next = next(messages);
+        while let Some(message) = poll_fn(&mut next).await {
             if write(&mut outgoing, &message).await.is_err() {
                 return;
             }

@@ -3,7 +3,7 @@
 use crate::{
     Accelerator, Error, Gang, Result, TaskInfo,
     identity::Credentials,
-    protocol::{FromTask, Gathered, PIECE, ToTask, encode},
+    protocol::{FromTask, Gathered, PIECE, Parcel, ToTask, encode},
 };
 use deuteron_collective::{
     Engine, EngineOptions, Group, GroupOptions, LocalRendezvous, MAX_MESSAGE, Rendezvous, Security,
@@ -193,6 +193,14 @@ impl Task {
         Ok(Engine::new(group, engine_options(variable)?)?)
     }
 
+    /// What whoever started the gang gives to every task ([`crate::Job::payload`]). Each call fetches it from the agent.
+    pub fn payload(&self) -> Result<Vec<u8>> {
+        match &self.link {
+            Link::Agent { agent, .. } => agent.payload(),
+            Link::Threads(_) => Err(Error::Invalid("a closure has what it captures".into())),
+        }
+    }
+
     /// What this task returns to whoever started the gang.
     pub fn set_result(&self, result: &[u8]) -> Result<()> {
         let Link::Agent { agent, .. } = &self.link else {
@@ -308,6 +316,8 @@ struct Agent {
     process: u32,
     stream: UnixStream,
     sending: Mutex<()>,
+    /// Held by whoever is being sent the payload.
+    fetching: Mutex<()>,
     shared: Arc<(Mutex<Inbox>, Condvar)>,
 }
 
@@ -318,6 +328,8 @@ struct Inbox {
     abandoned: BTreeMap<String, String>,
     ended: Option<String>,
     taken: bool,
+    parcel: Option<Parcel>,
+    payload: Option<Result<Vec<u8>, String>>,
 }
 
 impl Inbox {
@@ -361,8 +373,14 @@ impl Agent {
                 }
             })
             .map_err(failed)?;
-        let process = std::process::id();
-        Ok((Arc::new(Self { process, stream, sending: Mutex::default(), shared }), welcome))
+        let agent = Self {
+            process: std::process::id(),
+            stream,
+            sending: Mutex::default(),
+            fetching: Mutex::default(),
+            shared,
+        };
+        Ok((Arc::new(agent), welcome))
     }
 
     fn inbox(&self) -> MutexGuard<'_, Inbox> {
@@ -425,6 +443,17 @@ impl Agent {
         }
     }
 
+    fn payload(&self) -> Result<Vec<u8>> {
+        let _fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send(&FromTask::Payload)?;
+        let payload = self.wait(None, |inbox| match (inbox.payload.take(), &inbox.ended) {
+            (Some(payload), _) => Some(payload.map_err(Error::Invalid)),
+            (None, Some(reason)) => Some(Err(Error::Ended(reason.clone()))),
+            (None, None) => None,
+        });
+        payload.unwrap_or_else(|| Err(Error::Ended("the payload has not come".into())))
+    }
+
     /// Waits until what was sent has been passed on.
     fn taken(&self) -> Result<()> {
         let answer = self.wait(None, |inbox| match (inbox.taken, inbox.failure(MAIN)) {
@@ -478,6 +507,17 @@ impl Inbox {
                 self.ended.get_or_insert(reason);
             }
             ToTask::Taken => self.taken = true,
+            ToTask::Payload { total, piece } => {
+                let parcel = self.parcel.take().map_or_else(|| Parcel::new(total), Ok);
+                match parcel {
+                    Ok(mut parcel) => match parcel.add(&piece) {
+                        Some(whole) => self.payload = Some(Ok(whole)),
+                        None => self.parcel = Some(parcel),
+                    },
+                    Err(why) => self.payload = Some(Err(why)),
+                }
+            }
+            ToTask::NoPayload(why) => self.payload = Some(Err(why)),
             ToTask::Welcome { .. } => {}
         }
     }

@@ -3,7 +3,7 @@
 use crate::{Accelerator, Error, Request, Result, discovery::Source, policy::Restarts};
 use rustix::system::uname;
 use serde::{Deserialize, Serialize};
-use std::{ffi::OsString, net::IpAddr, path::PathBuf, time::Duration};
+use std::{ffi::OsString, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 /// What to run, where, and what to do when it fails.
 #[derive(Clone, Debug)]
@@ -14,6 +14,8 @@ pub struct Job {
     pub command: Vec<OsString>,
     /// Added to every task's environment, over what is inherited.
     pub environment: Vec<(String, String)>,
+    /// What every task can ask for with [`crate::Task::payload`]; any number of bytes.
+    pub payload: Arc<[u8]>,
     /// Where tasks may run, in the order that ranks follow.
     pub hosts: Vec<Host>,
     /// Accelerators for each task.
@@ -41,6 +43,7 @@ impl Job {
             tasks,
             command: command.into_iter().map(Into::into).collect(),
             environment: Vec::new(),
+            payload: Arc::default(),
             hosts: vec![Host::here(tasks as u32)],
             request: None,
             discovery: vec![Source::Nvml],

@@ -24,6 +24,7 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{UnixListener, UnixStream},
+    sync::mpsc::UnboundedReceiver,
     task::{AbortHandle, JoinHandle},
     time::Instant,
 };
@@ -133,6 +134,34 @@ pub(crate) async fn speak<T: Serialize>(
         };
         if written.is_err() {
             return;
+        }
+    }
+}
+
+/// What goes out on a line.
+pub(crate) enum Out<T> {
+    Say(T),
+    /// Something long, cut into messages; each is made when there is nothing else to say (MSG-4).
+    Give(Box<dyn Iterator<Item = T> + Send>),
+}
+
+/// The next message for [`speak`], from what has been put on a line.
+pub(crate) fn next<T>(
+    mut line: UnboundedReceiver<Out<T>>,
+) -> impl FnMut(&mut Context<'_>) -> Poll<Option<T>> {
+    let mut given: VecDeque<Box<dyn Iterator<Item = T> + Send>> = VecDeque::new();
+    move |cx| loop {
+        match line.poll_recv(cx) {
+            Poll::Ready(Some(Out::Say(message))) => return Poll::Ready(Some(message)),
+            Poll::Ready(Some(Out::Give(messages))) => given.push_back(messages),
+            Poll::Ready(None) => return Poll::Ready(None),
+            Poll::Pending => {
+                let Some(first) = given.front_mut() else { return Poll::Pending };
+                if let Some(message) = first.next() {
+                    return Poll::Ready(Some(message));
+                }
+                given.pop_front();
+            }
         }
     }
 }
@@ -256,5 +285,28 @@ impl Bound {
 impl Drop for Bound {
     fn drop(&mut self) {
         self.0.abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_go_before_what_is_long() {
+        let (line, messages) = tokio::sync::mpsc::unbounded_channel();
+        let mut next = next(messages);
+        let mut poll = || next(&mut Context::from_waker(std::task::Waker::noop()));
+        let say = |number| line.send(Out::Say(number)).unwrap();
+        line.send(Out::Give(Box::new(10..12))).unwrap();
+        line.send(Out::Give(Box::new(20..21))).unwrap();
+        say(1);
+        assert_eq!(poll(), Poll::Ready(Some(1)));
+        assert_eq!(poll(), Poll::Ready(Some(10)));
+        say(2);
+        assert_eq!(poll(), Poll::Ready(Some(2)));
+        assert_eq!(poll(), Poll::Ready(Some(11)));
+        assert_eq!(poll(), Poll::Ready(Some(20)));
+        assert_eq!(poll(), Poll::Pending);
     }
 }

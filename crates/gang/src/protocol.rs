@@ -4,6 +4,9 @@
 //!   nothing is decoded before the sender has been authenticated.
 //! - MSG-2: whatever belongs to an attempt carries its generation; what arrives from another one is dropped.
 //! - MSG-3: output needs credit, so that news of a failure never waits behind what a terminal has not shown yet.
+//! - MSG-4: the payload goes to an agent once, after its first assignment, and from there to each task that asks for it.
+//!   A piece is made when it can be sent, and goes after any other message: signs of life never wait behind it, and
+//!   nobody holds the payload twice.
 
 use crate::{
     Accelerator, Ending, Result, Stream, TaskInfo,
@@ -19,7 +22,7 @@ use std::{
 
 /// Longest frame that is read: a gathered message of a thousand ranks.
 pub(crate) const MAX_FRAME: usize = 128 << 20;
-/// Longest piece of output or of a result.
+/// Longest piece of output, of a result or of the payload.
 pub(crate) const PIECE: usize = 64 << 10;
 /// Signs of life.
 pub(crate) const BEAT: Duration = Duration::from_millis(500);
@@ -91,6 +94,8 @@ pub(crate) struct Assignment {
     /// What kind of accelerator was asked for, if any was.
     pub accelerator: Option<String>,
     pub grace: Duration,
+    /// Bytes of the payload, which follows if this agent does not have it.
+    pub payload: u64,
 }
 
 /// From the supervisor to an agent.
@@ -116,6 +121,8 @@ pub(crate) enum ToAgent {
     Resume,
     /// The job is over.
     Leave,
+    /// A piece of the payload.
+    Payload(#[serde(with = "raw")] Vec<u8>),
 }
 
 /// From an agent to the supervisor.
@@ -130,6 +137,7 @@ pub(crate) enum FromAgent {
         generation: u64,
         rank: usize,
         stream: Stream,
+        #[serde(with = "raw")]
         lines: Vec<u8>,
     },
     /// A task says that it is about to fail, and why.
@@ -168,6 +176,7 @@ pub(crate) enum FromAgent {
     Result {
         generation: u64,
         rank: usize,
+        #[serde(with = "raw")]
         piece: Vec<u8>,
     },
     Paused,
@@ -216,6 +225,14 @@ pub(crate) enum ToTask {
     Ended(String),
     /// What was sent so far has been passed on.
     Taken,
+    /// A piece of the payload, which has so many bytes in all.
+    Payload {
+        total: u64,
+        #[serde(with = "raw")]
+        piece: Vec<u8>,
+    },
+    /// The payload cannot be had, and why.
+    NoPayload(String),
 }
 
 /// From a task to its agent.
@@ -231,9 +248,89 @@ pub(crate) enum FromTask {
         reason: String,
     },
     /// A piece of what it returns; the last one is empty and is answered.
-    Result(Vec<u8>),
+    Result(#[serde(with = "raw")] Vec<u8>),
     /// Why it cannot go on: a traceback, say.
     Failed(String),
+    /// It wants the job's payload.
+    Payload,
+}
+
+/// Bytes as one run, which is copied whole; on the wire it looks like a list of them.
+mod raw {
+    use serde::{
+        Deserializer, Serializer,
+        de::{Error, Visitor},
+    };
+    use std::fmt;
+
+    pub fn serialize<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(bytes)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>, D::Error> {
+        struct Bytes;
+        impl Visitor<'_> for Bytes {
+            type Value = Vec<u8>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("bytes")
+            }
+
+            fn visit_bytes<E: Error>(self, bytes: &[u8]) -> Result<Vec<u8>, E> {
+                Ok(bytes.to_vec())
+            }
+        }
+        deserializer.deserialize_bytes(Bytes)
+    }
+}
+
+/// Cuts a payload as it is sent. An empty one is a single empty piece.
+#[derive(Debug)]
+pub(crate) struct Pieces<B: ?Sized> {
+    next: Option<usize>,
+    bytes: Arc<B>,
+}
+
+impl<B: AsRef<[u8]> + ?Sized> Pieces<B> {
+    pub fn of(bytes: Arc<B>) -> Self {
+        Self { next: Some(0), bytes }
+    }
+}
+
+impl<B: AsRef<[u8]> + ?Sized> Iterator for Pieces<B> {
+    type Item = Vec<u8>;
+
+    fn next(&mut self) -> Option<Vec<u8>> {
+        let (start, bytes) = (self.next?, (*self.bytes).as_ref());
+        let end = bytes.len().min(start + PIECE);
+        self.next = (end < bytes.len()).then_some(end);
+        Some(bytes[start..end].to_vec())
+    }
+}
+
+/// What has come of a payload. Memory is taken for it once its length is known, and for no more than that.
+#[derive(Debug)]
+pub(crate) struct Parcel {
+    bytes: Vec<u8>,
+    total: usize,
+}
+
+impl Parcel {
+    pub fn new(total: u64) -> std::result::Result<Self, String> {
+        let mut bytes = Vec::new();
+        let total = usize::try_from(total)
+            .ok()
+            .filter(|total| bytes.try_reserve_exact(*total).is_ok())
+            .ok_or_else(|| format!("there is no memory for a payload of {total} bytes"))?;
+        Ok(Self { bytes, total })
+    }
+
+    /// Adds a piece; the last one gives the whole.
+    pub fn add(&mut self, piece: &[u8]) -> Option<Vec<u8>> {
+        let room = self.total - self.bytes.len();
+        self.bytes.extend_from_slice(&piece[..piece.len().min(room)]);
+        (self.bytes.len() == self.total).then(|| std::mem::take(&mut self.bytes))
+    }
 }
 
 /// A message as a frame.
@@ -250,4 +347,40 @@ pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     }
     frame[..4].copy_from_slice(&(length as u32).to_le_bytes());
     Ok(frame)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_is_cut_and_put_together() {
+        for bytes in [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5] {
+            let payload: Arc<[u8]> = (0..bytes).map(|index| index as u8).collect();
+            let pieces: Vec<Vec<u8>> = Pieces::of(Arc::clone(&payload)).collect();
+            assert_eq!(pieces.len(), bytes.div_ceil(PIECE).max(1));
+            let mut parcel = Parcel::new(bytes as u64).unwrap();
+            let (last, first) = pieces.split_last().unwrap();
+            assert!(first.iter().all(|piece| parcel.add(piece).is_none()));
+            assert!(parcel.add(last).unwrap() == payload[..]);
+        }
+    }
+
+    #[test]
+    fn no_more_is_taken_than_was_announced() {
+        assert!(Parcel::new(u64::MAX).unwrap_err().contains("no memory for a payload of"));
+        let mut parcel = Parcel::new(3).unwrap();
+        assert_eq!(parcel.add(b"ab"), None);
+        assert_eq!(parcel.add(b"cdef").unwrap(), b"abc");
+    }
+
+    #[test]
+    fn raw_bytes_look_like_a_list() {
+        let frame = encode(&FromTask::Result(vec![1, 200, 3])).unwrap();
+        assert_eq!(frame[4..], [2, 3, 1, 200, 3]);
+        let FromTask::Result(bytes) = postcard::from_bytes(&frame[4..]).unwrap() else {
+            panic!("another message");
+        };
+        assert_eq!(bytes, [1, 200, 3]);
+    }
 }

@@ -72,6 +72,8 @@ pub(crate) struct Terms {
     pub command: Vec<Vec<u8>>,
     pub environment: Vec<(String, String)>,
     pub directory: Vec<u8>,
+    /// Bytes of the payload.
+    pub payload: u64,
 }
 
 #[derive(Debug)]
@@ -242,6 +244,7 @@ impl Machine {
                 directory: self.terms.directory.clone(),
                 accelerator: self.terms.request.as_ref().map(|r| r.path.kind().to_owned()),
                 grace: self.terms.grace,
+                payload: self.terms.payload,
             };
             self.actions.push(Action::Assign(agent, assignment));
         }

@@ -7,8 +7,11 @@ use crate::{
     Error, Event, Host, Job, Outcome, Result,
     identity::{Authority, Token, token},
     launch::{Launched, Tell},
-    net::{Bound, Door, Duplex, Spoken, accept_here, greet, listen_here, read, socket_name, speak},
-    protocol::{FromAgent, Hand, Invitation, Meeting, ToAgent},
+    net::{
+        Bound, Door, Duplex, Out, Spoken, accept_here, greet, listen_here, next, read, socket_name,
+        speak,
+    },
+    protocol::{FromAgent, Hand, Invitation, Meeting, Pieces, ToAgent},
     state::{Action, Input, Machine, Terms},
 };
 use deuteron_collective::frame::{Hello, Purpose};
@@ -156,8 +159,25 @@ enum News {
 
 /// A connection to an agent that has joined.
 struct Line {
-    sender: UnboundedSender<ToAgent>,
+    sender: UnboundedSender<Out<ToAgent>>,
+    /// Whether the payload is on its way.
+    supplied: bool,
     _tasks: [Bound; 2],
+}
+
+impl Line {
+    fn say(&self, message: ToAgent) {
+        // A line that is broken is reported by its reader.
+        let _ = self.sender.send(Out::Say(message));
+    }
+
+    /// Sends the payload, once.
+    fn supply(&mut self, payload: &Arc<[u8]>) {
+        if !std::mem::replace(&mut self.supplied, true) && !payload.is_empty() {
+            let pieces = Pieces::of(Arc::clone(payload)).map(ToAgent::Payload);
+            let _ = self.sender.send(Out::Give(Box::new(pieces)));
+        }
+    }
 }
 
 /// Who may join: the token of each agent until it has been used, and its incarnation.
@@ -235,6 +255,7 @@ impl Supervisor {
             command: job.command.iter().map(|word| word.as_bytes().to_vec()).collect(),
             environment: job.environment.clone(),
             directory: std::env::current_dir().unwrap_or_default().as_os_str().as_bytes().to_vec(),
+            payload: job.payload.len() as u64,
         };
         let (machine, first) = Machine::new(terms, now());
         Self {
@@ -299,7 +320,7 @@ impl Supervisor {
                 }
                 let agents = self.job.hosts.len() as u32;
                 let credit = (CREDIT.0 / agents.max(1)).clamp(CREDIT.1, CREDIT.2);
-                let _ = line.sender.send(ToAgent::Credit(credit));
+                line.say(ToAgent::Credit(credit));
                 self.lines.insert(agent, (incarnation, line));
                 Some(Input::Joined(agent, hand))
             }
@@ -350,6 +371,9 @@ impl Supervisor {
                         }
                     }
                     self.send(agent, ToAgent::Start(assignment));
+                    if let Some((_, line)) = self.lines.get_mut(&agent) {
+                        line.supply(&self.job.payload);
+                    }
                 }
                 Action::Emit(event) => {
                     let _ = self.events.send((event, None));
@@ -371,8 +395,7 @@ impl Supervisor {
 
     fn send(&self, agent: usize, message: ToAgent) {
         if let Some((_, line)) = self.lines.get(&agent) {
-            // A line that is broken is reported by its reader.
-            let _ = line.sender.send(message);
+            line.say(message);
         }
     }
 
@@ -431,7 +454,7 @@ impl Supervisor {
     /// Lets agents go, and ends those that do not.
     async fn dismiss_all(&mut self) {
         for (_, line) in self.lines.values() {
-            let _ = line.sender.send(ToAgent::Leave);
+            line.say(ToAgent::Leave);
         }
         let all = async {
             for launched in self.processes.values_mut() {
@@ -519,7 +542,7 @@ async fn welcome(
         return Err(io::Error::other("it does not say what it has"));
     };
     let (mut incoming, outgoing) = tokio::io::split(stream);
-    let (sender, mut messages) = mpsc::unbounded_channel();
+    let (sender, messages) = mpsc::unbounded_channel();
     let told = report.clone();
     let reader = Bound::spawn(async move {
         let why = loop {
@@ -537,8 +560,8 @@ async fn welcome(
         let _ = told.send(News::Gone(agent, incarnation, why)).await;
     });
     let beat = ToAgent::Beat;
-    let writer = Bound::spawn(speak(outgoing, move |cx| messages.poll_recv(cx), beat));
-    let line = Line { sender, _tasks: [reader, writer] };
+    let writer = Bound::spawn(speak(outgoing, next(messages), beat));
+    let line = Line { sender, supplied: false, _tasks: [reader, writer] };
     let _ = report.send(News::Arrived { agent, incarnation, hand, line }).await;
     Ok(())
 }

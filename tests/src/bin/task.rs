@@ -10,6 +10,8 @@
 //! | `fail TEXT` | says why it fails, and exits with 3 |
 //! | `alone` | rank 0 returns at once, the others wait for it |
 //! | `result N` | returns N bytes |
+//! | `payload` | returns the payload's length and hash, and how much memory its agent has had at most |
+//! | `payload fail`, `payload orphan` | the same, but in generation 0 rank 0 fails, or kills its agent |
 //! | `train FOLDER` | adds up named tensors in many steps; then all wait for rank 1, and rank 1 for `FOLDER/go` |
 #![expect(unsafe_code, reason = "alarm is C's")]
 #![expect(
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         "alone" if task.rank() == 0 => Ok(()),
         "alone" => task.barrier(LIMIT),
         "train" => train(&task, word),
+        "payload" => payload(&task, word),
         "result" => {
             let byte = task.rank() as u8;
             task.set_result(&vec![byte; number])
@@ -169,6 +172,29 @@ fn train(task: &Task, folder: &str) -> Result<()> {
         engine.stop_timeline()?;
     }
     Ok(())
+}
+
+fn payload(task: &Task, how: &str) -> Result<()> {
+    let payload = task.payload()?;
+    let agent = std::os::unix::process::parent_id();
+    if task.generation() == 0 && task.rank() == 0 {
+        // SAFETY: a signal to the process that has started this one.
+        match how {
+            "fail" => return Err(Error::Invalid("as it was asked to".into())),
+            "orphan" => drop(unsafe { libc::kill(agent as i32, libc::SIGKILL) }),
+            _ => {}
+        }
+    }
+    task.barrier(LIMIT)?;
+    let mut hash = Hash::default();
+    hash.add(&payload);
+    let status = std::fs::read_to_string(format!("/proc/{agent}/status")).unwrap_or_default();
+    let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    let most = most.trim().trim_end_matches(" kB");
+    // Whoever asks again gets it again.
+    let again = task.payload()? == payload;
+    let text = format!("{} {} {again} {most}", payload.len(), hash.value());
+    task.set_result(text.as_bytes())
 }
 
 fn print(task: &Task, megabytes: usize) -> Result<()> {

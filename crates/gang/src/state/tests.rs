@@ -123,6 +123,7 @@ impl World {
             command: vec![b"true".to_vec()],
             environment: Vec::new(),
             directory: Vec::new(),
+            payload: 0,
         };
         let (machine, first) = Machine::new(terms, now);
         let agent = |_| Agent { at: Where::Away, mute: false, heard: now, silence: Duration::ZERO };
