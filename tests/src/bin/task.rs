@@ -178,9 +178,9 @@ fn payload(task: &Task, how: &str) -> Result<()> {
     let payload = task.payload()?;
     let agent = std::os::unix::process::parent_id();
     if task.generation() == 0 && task.rank() == 0 {
-        // SAFETY: a signal to the process that has started this one.
         match how {
             "fail" => return Err(Error::Invalid("as it was asked to".into())),
+            // SAFETY: a signal to the process that has started this one.
             "orphan" => drop(unsafe { libc::kill(agent as i32, libc::SIGKILL) }),
             _ => {}
         }
