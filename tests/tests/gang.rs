@@ -3,17 +3,19 @@
 
 use deuteron_chaos::{Case, Directory, Ended, Hash, Launch, Process, Stamp, has_socket, script};
 use deuteron_gang::{
-    Accelerator, Host, Job, Request,
+    Accelerator, Host, Job, Outcome, Request, Result,
     discovery::Source,
     policy::Restarts,
-    supervisor::{Control, run},
+    supervisor::{Control, run, run_invited},
 };
 use rustix::process::{Signal, geteuid};
 use std::{
     collections::BTreeMap,
     fs,
+    io::Write,
     path::Path,
-    process::Command,
+    process::{Child, Command, Stdio},
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -29,6 +31,50 @@ fn deuteron(words: &[&str]) -> Command {
 
 fn start(words: &[&str]) -> Launch {
     Launch::start(deuteron(words))
+}
+
+/// Runs a job whose agents this test starts, and does `then` with each of them.
+fn run_as_host(job: Job, then: impl Fn(usize, Child) + Clone + Send + 'static) -> Result<Outcome> {
+    let agents: Arc<Mutex<Vec<thread::JoinHandle<()>>>> = Arc::default();
+    let started = Arc::clone(&agents);
+    let invite = move |agent: usize, line: String| {
+        let mut command = Command::new(DEUTERON);
+        let mut child = command.arg("agent").stdin(Stdio::piped()).spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        stdin.write_all(line.as_bytes()).unwrap();
+        let then = then.clone();
+        started.lock().unwrap().push(thread::spawn(move || {
+            then(agent, child);
+            drop(stdin);
+        }));
+    };
+    let outcome = run_invited(job, &Control::default(), invite, drop);
+    agents.lock().unwrap().drain(..).for_each(|agent| agent.join().unwrap());
+    outcome
+}
+
+#[test]
+fn agents_may_come_by_themselves() {
+    let _case = Case::after(warm_up, 30);
+    let outcome = run_as_host(Job::invited(3, [TASK, "result", "5"]), |_, mut child| {
+        child.wait().unwrap();
+    });
+    let results = outcome.unwrap().results;
+    assert_eq!(results, (0..3).map(|rank| Some(vec![rank; 5])).collect::<Vec<_>>());
+}
+
+#[test]
+fn an_invited_agent_that_is_killed_takes_its_rank_along() {
+    let _case = Case::after(warm_up, 30);
+    let outcome = run_as_host(Job::invited(2, ["sleep", "20"]), |agent, mut child| {
+        if agent == 1 {
+            thread::sleep(Duration::from_millis(500));
+            child.kill().unwrap();
+        }
+        child.wait().unwrap();
+    });
+    let error = outcome.unwrap_err().to_string();
+    assert!(error.starts_with("rank 1 on ") && error.contains("was lost"), "{error}");
 }
 
 /// Runs `text` in a shell as every task, and waits for the end.
@@ -166,8 +212,9 @@ fn look_at_payload(mut job: Job, bytes: usize, generation: u64) -> u64 {
     assert_eq!((outcome.generation, outcome.results.len()), (generation, tasks));
     let most = outcome.results.iter().map(|result| {
         let text = String::from_utf8(result.clone().unwrap()).unwrap();
-        let most = text.strip_prefix(&expected).unwrap_or_else(|| panic!("{text}: not {expected}"));
-        most.parse::<u64>().unwrap()
+        let most = text.strip_prefix(&expected);
+        assert!(most.is_some(), "{text}: not {expected}");
+        most.unwrap().parse::<u64>().unwrap()
     });
     most.max().unwrap()
 }

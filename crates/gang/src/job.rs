@@ -56,6 +56,12 @@ impl Job {
         }
     }
 
+    /// A job whose agents come by themselves, one for each task, from wherever they are.
+    pub fn invited<W: Into<OsString>>(tasks: usize, command: impl IntoIterator<Item = W>) -> Self {
+        let hosts = (0..tasks).map(|task| Host { name: format!("task {task}"), slots: 1 });
+        Self { hosts: hosts.collect(), ..Self::local(tasks, command) }
+    }
+
     /// What can be known to be wrong before anything starts.
     pub(crate) fn check(&self) -> Result<()> {
         let slots: u64 = self.hosts.iter().map(|host| u64::from(host.slots)).sum();

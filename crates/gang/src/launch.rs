@@ -1,4 +1,4 @@
-//! Starting an agent: a process on this machine, or ssh to another one.
+//! Starting an agent: a process on this machine, ssh to another one, or somebody else who starts it.
 //!
 //! The invitation goes through standard input, which then stays open: its end tells the agent that the supervisor is gone.
 
@@ -33,9 +33,7 @@ impl Launched {
     pub fn start(job: &Job, host: &Host, invitation: &Invitation, tell: Tell) -> Result<Self> {
         let mut words = command(job, host);
         let program = words.remove(0);
-        let mut line = serde_json::to_vec(invitation)
-            .map_err(|error| Error::Invalid(format!("an invitation cannot be written: {error}")))?;
-        line.push(b'\n');
+        let line = written(invitation)?.into_bytes();
         let mut child = Command::new(&program)
             .args(words)
             .stdin(Stdio::piped())
@@ -76,9 +74,8 @@ impl Launched {
         Ok(Self { pid, ended, _task: task })
     }
 
-    /// What stands for a process where a test plays the agent.
-    #[cfg(test)]
-    pub fn pretended() -> Self {
+    /// What stands for a process that somebody else has started.
+    pub fn elsewhere() -> Self {
         Self { pid: None, ended: watch::channel(true).1, _task: Bound::spawn(async {}) }
     }
 
@@ -95,6 +92,13 @@ impl Drop for Launched {
             let _ = kill_process(pid, Signal::KILL);
         }
     }
+}
+
+/// An invitation as an agent reads it from its standard input.
+pub(crate) fn written(invitation: &Invitation) -> Result<String> {
+    let line = serde_json::to_string(invitation);
+    let bad = |error| Error::Invalid(format!("an invitation cannot be written: {error}"));
+    line.map(|line| line + "\n").map_err(bad)
 }
 
 fn describe(status: ExitStatus) -> String {

@@ -6,7 +6,7 @@
 use crate::{
     Error, Event, Host, Job, Outcome, Result,
     identity::{Authority, Token, token},
-    launch::{Launched, Tell},
+    launch::{self, Launched, Tell},
     net::{
         Bound, Door, Duplex, Out, Spoken, accept_here, greet, listen_here, next, read, socket_name,
         speak,
@@ -97,6 +97,23 @@ pub fn run(
     sink: impl FnMut(Event) + Send + 'static,
 ) -> Result<Outcome> {
     run_with(job, control, Box::new(Launched::start), sink)
+}
+
+/// The same where somebody else starts the agents: tasks of a Spark stage, say. `invite` is told the number of each agent
+/// and the line that it has to find on its standard input, which then stays open for as long as the agent is wanted.
+///
+/// The line is the key to the job. It must travel as safely as the job's own secrets.
+pub fn run_invited(
+    job: Job,
+    control: &Control,
+    invite: impl Fn(usize, String) + Send + 'static,
+    sink: impl FnMut(Event) + Send + 'static,
+) -> Result<Outcome> {
+    let launcher: Launcher = Box::new(move |_, _, invitation, _| {
+        invite(invitation.agent as usize, launch::written(invitation)?);
+        Ok(Launched::elsewhere())
+    });
+    run_with(job, control, launcher, sink)
 }
 
 /// The same, with another way to start agents.

@@ -121,7 +121,7 @@ impl Cluster {
         }
         let launcher: Launcher = Box::new(move |_, _, invitation, _| {
             let _ = invite[invitation.agent as usize].send(invitation.clone());
-            Ok(Launched::pretended())
+            Ok(Launched::elsewhere())
         });
         let (sender, events) = blocking::channel();
         let (commands, orders) = mpsc::unbounded_channel();

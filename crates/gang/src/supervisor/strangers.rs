@@ -59,7 +59,7 @@ impl Running {
         let launcher: Launcher = Box::new(move |_, _, invitation, _| {
             kept.lock().unwrap().push(invitation.clone());
             let _ = invite.send(invitation.clone());
-            Ok(Launched::pretended())
+            Ok(Launched::elsewhere())
         });
         let hosts = {
             let (tasks, seen, agents) = (tasks.clone(), Arc::clone(&seen), Arc::clone(&agents));
