@@ -10,9 +10,11 @@
 //! | `doctor` | `deuteron doctor` |
 //! | `report` | `deuteron report` |
 //! | `bench` | `deuteron bench` |
+//! | `embedded` | the same job and the same look for another program |
 
 mod bench;
 mod doctor;
+pub mod embedded;
 mod error;
 mod output;
 mod report;

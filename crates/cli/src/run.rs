@@ -206,12 +206,15 @@ fn tick(printer: Shared<Printer>) -> io::Result<mpsc::Sender<()>> {
     Ok(stop)
 }
 
-fn look(settings: &Settings) -> Look {
-    let verbosity = match (settings.flag("quiet"), settings.flag("verbose")) {
+pub(crate) fn verbosity(settings: &Settings) -> Verbosity {
+    match (settings.flag("quiet"), settings.flag("verbose")) {
         (true, _) => Verbosity::Quiet,
         (false, false) => Verbosity::Normal,
         (false, true) => Verbosity::Verbose,
-    };
+    }
+}
+
+fn look(settings: &Settings) -> Look {
     let stderr = io::stderr();
     let size = rustix::termios::tcgetwinsize(&stderr).ok().filter(|_| stderr.is_terminal());
     // Some terminals do not know how wide they are, and say 0.
@@ -221,7 +224,7 @@ fn look(settings: &Settings) -> Look {
         stderr_colour: terminal::has_colour(&stderr),
         width,
         timestamps: settings.flag("timestamps"),
-        verbosity,
+        verbosity: verbosity(settings),
     }
 }
 
@@ -369,7 +372,7 @@ fn narrow(settings: &Settings, name: &str) -> Result<u32, Error> {
 }
 
 /// What each task asks for, and how hosts find out what they have. Without a request nobody looks.
-fn accelerators(settings: &Settings) -> Result<(Option<Request>, Vec<Source>), Error> {
+pub(crate) fn accelerators(settings: &Settings) -> Result<(Option<Request>, Vec<Source>), Error> {
     let Some(path) = settings.text("accelerator") else {
         let idle = [
             "accelerators-per-task",

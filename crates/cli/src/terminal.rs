@@ -7,8 +7,13 @@ use std::{
 
 /// Whether colours are wanted there: on a terminal that has them, unless `NO_COLOR` is set.
 pub(crate) fn has_colour(stream: &impl IsTerminal) -> bool {
+    stream.is_terminal() && wants_colour()
+}
+
+/// Whether colours are wanted on a terminal.
+pub(crate) fn wants_colour() -> bool {
     let refused = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    stream.is_terminal() && !refused && env::var_os("TERM").is_some_and(|term| term != "dumb")
+    !refused && env::var_os("TERM").is_some_and(|term| term != "dumb")
 }
 
 /// Says on standard error what went wrong.

@@ -436,10 +436,13 @@ impl Agent {
                 Ok(Arc::try_unwrap(gathered)
                     .map_or_else(|shared| shared.messages.clone(), |own| own.messages))
             }
-            None => Err(Error::Invalid(format!(
-                "not all tasks have come within {}",
-                crate::error::seconds(limit.unwrap_or_default())
-            ))),
+            None => Err(Error::Collective(deuteron_collective::Error::TimedOut {
+                operation: "the rendezvous".into(),
+                details: format!(
+                    "not all tasks have come within {}",
+                    crate::error::seconds(limit.unwrap_or_default())
+                ),
+            })),
         }
     }
 

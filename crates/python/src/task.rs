@@ -185,6 +185,13 @@ impl Task {
         Ok(all.iter().map(|message| PyBytes::new(py, message)).collect())
     }
 
+    /// What whoever started the gang gives to every task.
+    fn payload<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let task = Arc::clone(&self.task);
+        let payload = interruptible(py, move || task.payload())?.map_err(|error| gang(&error))?;
+        Ok(PyBytes::new(py, &payload))
+    }
+
     fn set_result(&self, py: Python<'_>, result: &[u8]) -> PyResult<()> {
         py.detach(|| self.task.set_result(result)).map_err(|error| gang(&error))
     }
