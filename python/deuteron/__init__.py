@@ -1,5 +1,8 @@
 """Process data, train on it in parallel and predict with the model, on the cluster you already have."""
 
-from deuteron._core import __version__
+from deuteron import errors
+from deuteron._context import Context, context
+from deuteron._core import Accelerator, TaskInfo, __version__
+from deuteron.launch import run
 
-__all__ = ["__version__"]
+__all__ = ["Accelerator", "Context", "TaskInfo", "__version__", "context", "errors", "run"]

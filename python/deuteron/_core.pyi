@@ -68,12 +68,39 @@ class Task:
     def infos(self) -> list[TaskInfo]: ...
     def barrier(self, timeout: float | None = None) -> None: ...
     def all_gather(self, message: bytes, timeout: float | None = None) -> list[bytes]: ...
+    def payload(self) -> bytes:
+        """What whoever started the gang gives to every task."""
     def set_result(self, result: bytes) -> None: ...
     def set_failure(self, traceback: str) -> None: ...
     def engine(self) -> Engine:
         """Connects all tasks for named operations; all call it the same number of times."""
     def subengine(self, ranks: Sequence[int]) -> Engine | None:
         """The same for some of the tasks; all call it, and those that are not among them get ``None``."""
+
+@final
+class Job:
+    """Tasks on this machine, on their way."""
+
+    def __init__(
+        self,
+        settings: Sequence[str],
+        command: Sequence[str],
+        agent: Sequence[str],
+        payload: bytes,
+        stdout_is_terminal: bool = False,
+        stderr_width: int | None = None,
+    ) -> None:
+        """Starts what ``settings``, the words of ``deuteron run``, ask for: ``command`` in every task, with
+        ``payload`` for all. ``InvalidError`` if they make no sense, before anything has started."""
+    def output(self, timeout: float) -> list[tuple[bool, bytes]] | None:
+        """What is to be shown, and whether it goes to standard error: as soon as there is something, or after a while
+        nothing. ``None`` when the job is over."""
+    def end(self, reason: str) -> None:
+        """Tasks are told to end, have their grace, and are killed."""
+    def note(self, text: str) -> None:
+        """Says something among what is shown."""
+    def finish(self) -> list[bytes | None]:
+        """Waits for the end and returns what each rank has returned, once; raises why it failed."""
 
 @final
 class Engine:

@@ -89,3 +89,13 @@ class TaskFailedError(Error, RuntimeError):
         self.traceback = traceback
         if traceback:
             self.__cause__ = RemoteTraceback(traceback)
+
+    def __str__(self) -> str:
+        # Who reads one line only is to see what was raised.
+        message = super().__str__()
+        told = self.traceback.startswith("Traceback ")
+        return f"{message}: {self.traceback.splitlines()[-1]}" if told else message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        details = (self.rank, self.host, self.generation, self.ending, self.traceback)
+        return type(self), (*self.args, *details)
