@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from deuteron import _core
@@ -175,15 +177,50 @@ def _payload(
     }
     stream = io.BytesIO()
     pickle.dump(setup, stream)
-    try:
-        # All in one, so that what they share stays shared.
-        cloudpickle.dump((fn, tuple(args), dict(kwargs or {})), stream)
-    except Exception as error:
-        culprit = next(_unpicklable(cloudpickle.dumps, fn, args, kwargs or {}), "the function with its arguments")
-        raise InvalidError(
-            f"{culprit} cannot be pickled and sent to the tasks: {type(error).__name__}: {error}"
-        ) from error
+    with _whole_module(cloudpickle, fn):
+        try:
+            # All in one, so that what they share stays shared.
+            cloudpickle.dump((fn, tuple(args), dict(kwargs or {})), stream)
+        except Exception as error:
+            culprit = next(_unpicklable(cloudpickle.dumps, fn, args, kwargs or {}), "the function with its arguments")
+            raise InvalidError(
+                f"{culprit} cannot be pickled and sent to the tasks: {type(error).__name__}: {error}"
+            ) from error
     return stream.getvalue()
+
+
+@contextlib.contextmanager
+def _whole_module(cloudpickle: Any, fn: Callable[..., Any]) -> Iterator[None]:
+    """Sends the function's module along if tasks could not import it: one that a test runner or a tool has loaded."""
+    function: Any = fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+    known = module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value()
+    if module is None or known or module.__name__ == "__main__" or _can_be_imported(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(module: ModuleType) -> bool:
+    """Whether another process with the same ``sys.path`` would find it, and not another one of that name."""
+    path = None
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        specs = (find(name, path) for find in finders if find is not None)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    file = getattr(module, "__file__", None)
+    return file is None or spec is None or spec.origin is None or os.path.abspath(spec.origin) == os.path.abspath(file)
 
 
 def _unpicklable(
