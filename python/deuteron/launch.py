@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import math
-import multiprocessing
 import os
 import pickle
 import re
@@ -28,6 +27,8 @@ Result = TypeVar("Result")
 
 #: How soon Ctrl-C is seen.
 _GLANCE = 0.1
+#: After it: how long tasks may take to end before the user is told that they are waited for.
+_PATIENCE = 0.5
 
 _START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_start.py")
 
@@ -86,7 +87,8 @@ def run(
     :param verbose: say where each process runs; as a number, from Horovod's 2 on
     :param executable: the Python to use, this one if not said
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and getattr(process.current_process(), "_inheriting", False):
         raise InvalidError(
             "a child of multiprocessing has come to deuteron.run while it was importing the main module: put the call "
             'under if __name__ == "__main__":'
@@ -127,9 +129,13 @@ def _supervise(
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         job.end("SIGINT" if interrupted else f"{type(error).__name__} in the process that started it")
+        since, told = time.monotonic(), False
         while (pieces := job.output(_GLANCE)) is not None:
             if interrupted:
                 screen.show(pieces)
+            if interrupted and not told and time.monotonic() - since > _PATIENCE:
+                told = True
+                job.note("SIGINT: ending the tasks; once more returns without waiting for them")
         raise
     if not timed_out:
         return job.finish()

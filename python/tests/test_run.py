@@ -384,14 +384,15 @@ def test_interrupt_kills_those_that_do_not_listen(marked: Marked, tmp_path: Path
             print("READY", flush=True)
             time.sleep(60)
 
-        deuteron.run(wait, num_proc=1, grace=0.5)
+        deuteron.run(wait, num_proc=1, grace=1.5)
         """,
         marked,
     )
     driver.line("READY")
     driver.process.send_signal(signal.SIGINT)
-    status, _, _ = driver.end(10)
+    status, _, err = driver.end(10)
     assert status == -signal.SIGINT
+    assert "deuteron: SIGINT: ending the tasks; once more returns without waiting" in err
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
