@@ -114,7 +114,7 @@ def test_kinds_that_differ_are_named() -> None:
     def differ() -> str:
         context = deuteron.context()
         try:
-            context.all_gather("text" if context.rank == 0 else b"bytes")
+            context.all_gather("text" if context.rank == 0 else b"bytes")  # type: ignore[type-var]
         except errors.MismatchError as error:
             return str(error)
         return "nothing"

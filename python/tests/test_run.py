@@ -230,7 +230,7 @@ def test_causes_and_notes_are_told(marked: Marked) -> None:
 
     def fails() -> None:
         try:
-            {}["missing"]
+            dict[str, int]()["missing"]
         except KeyError as error:
             error.add_note("a note")
             raise Odd(1, 2) from error
@@ -336,6 +336,40 @@ def test_the_cause_is_named_not_who_waited_for_it(marked: Marked) -> None:
     for _ in range(3):
         error = failure(fails)
         assert (error.rank, error.ending) == (1, "exited with status 5")
+
+
+def test_a_rank_killed_in_a_reduction_is_named(marked: Marked) -> None:
+    def train() -> None:
+        import array
+
+        from deuteron._context import task
+
+        engine = task().engine()
+        numbers = array.array("f", [1.0] * 1000)
+        tensor = (numbers.buffer_info()[0], 8, [1000])
+        for step in range(1_000_000):
+            if step == 50 and engine.rank == 1:
+                # Like a data loader's worker: it holds what its parent has open.
+                if os.fork() == 0:
+                    time.sleep(1)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.all_reduce("gradient", [tensor]).wait()
+
+    start = time.monotonic()
+    error = failure(train, num_proc=3)
+    assert (error.rank, error.ending) == (1, "was killed by signal 9")
+    assert time.monotonic() - start < 10
+
+
+def test_an_agent_that_is_killed_is_named(marked: Marked) -> None:
+    def kills() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    error = failure(kills, num_proc=1)
+    assert (error.rank, error.host) == (0, HOST)
+    assert error.ending == "was lost: its agent was killed by signal 9"
 
 
 def test_interrupt_ends_everything(marked: Marked, tmp_path: Path) -> None:
@@ -683,6 +717,8 @@ def test_a_time_limit_for_the_start(marked: Marked, tmp_path: Path) -> None:
     slow.chmod(0o755)
     with pytest.raises(LaunchError, match=r"after 0.5 s no agent has joined from localhost"):
         deuteron.run(print, num_proc=1, start_timeout=0.5, executable=slow)
+    with pytest.raises(TimedOutError, match=r"did not end within 0.2 s"):
+        deuteron.run(print, num_proc=1, timeout=0.2, executable=slow)
 
 
 def test_what_starts_nothing(marked: Marked, tmp_path: Path) -> None:

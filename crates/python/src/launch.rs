@@ -5,7 +5,7 @@
 
 use crate::{
     errors::{gang, invalid},
-    task::limit,
+    task::{GLANCE, limit},
 };
 use deuteron_cli::embedded::{self, Screen};
 use deuteron_gang::{
@@ -19,7 +19,7 @@ use std::{
     io::{self, Write},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// Bytes that may wait for Python to show them.
@@ -62,6 +62,11 @@ impl Shown {
     fn wait_for_room(&self) {
         let full = |state: &mut State| state.bytes > ROOM && !state.left;
         drop(self.changed.wait_while(self.lock(), full));
+    }
+
+    fn is_over_within(&self, time: Duration) -> bool {
+        let waited = self.changed.wait_timeout_while(self.lock(), time, |state| !state.over);
+        waited.unwrap_or_else(PoisonError::into_inner).0.over
     }
 
     fn set(&self, change: impl FnOnce(&mut State)) {
@@ -180,6 +185,11 @@ impl Job {
 
     /// Waits for the end, and returns what each rank has returned, once; raises why it failed.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Vec<Option<Bound<'py, PyBytes>>>> {
+        // Whoever waits for the end shows nothing any more, and tasks must not wait for that.
+        self.shown.set(|state| state.left = true);
+        while !py.detach(|| self.shown.is_over_within(GLANCE)) {
+            py.check_signals()?;
+        }
         let outcome = py.detach(|| {
             let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
             running.map(JoinHandle::join)
