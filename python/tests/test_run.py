@@ -406,6 +406,48 @@ def test_interrupt_ends_everything(marked: Marked, tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in err
 
 
+def test_on_a_terminal_ranks_have_colours_and_a_key_ends_everything(marked: Marked, tmp_path: Path) -> None:
+    import pty
+
+    source = """
+        import time
+        import deuteron
+
+        def wait():
+            print("READY", flush=True)
+            time.sleep(60)
+
+        deuteron.run(wait, num_proc=2)
+        """
+    (tmp_path / "driver.py").write_text(textwrap.dedent(source))
+    near, far = pty.openpty()
+    # A new session, whose terminal becomes the one that it opens first.
+    command = ["setsid", "--ctty", "--wait", sys.executable, "driver.py"]
+    environment = {**marked.environment, "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=far, stdout=far, stderr=far, env=environment)
+    os.close(far)
+    shown = b""
+
+    def read() -> bool:
+        nonlocal shown
+        shown += os.read(near, 65536)
+        return shown.count(b"READY") == 2
+
+    until(read)
+    assert b"\x1b[36m[0]\x1b[0m READY" in shown
+    assert b"\x1b[33m[1]\x1b[0m READY" in shown
+    os.write(near, b"\x03")
+    while True:
+        try:
+            shown += os.read(near, 65536) or b""
+        except OSError:
+            break
+    process.wait(10)
+    os.close(near)
+    assert b"KeyboardInterrupt" in shown
+
+
 def test_interrupt_kills_those_that_do_not_listen(marked: Marked, tmp_path: Path) -> None:
     driver = Driver(
         tmp_path,
