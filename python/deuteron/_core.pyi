@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import final
 
-__all__ = ["Accelerator", "Engine", "Memory", "Operation", "Slots", "Task", "TaskInfo", "__version__", "main"]
+__all__ = ["Accelerator", "Engine", "Job", "Memory", "Operation", "Slots", "Task", "TaskInfo", "__version__", "main"]
 
 __version__: str
 
@@ -81,15 +81,15 @@ class Task:
 class Job:
     """Tasks on this machine, on their way."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         settings: Sequence[str],
         command: Sequence[str],
         agent: Sequence[str],
         payload: bytes,
         stdout_is_terminal: bool = False,
         stderr_width: int | None = None,
-    ) -> None:
+    ) -> Job:
         """Starts what ``settings``, the words of ``deuteron run``, ask for: ``command`` in every task, with
         ``payload`` for all. ``InvalidError`` if they make no sense, before anything has started."""
     def output(self, timeout: float) -> list[tuple[bool, bytes]] | None:
