@@ -33,7 +33,10 @@ use std::{
     },
     net::{IpAddr, Ipv4Addr, SocketAddr},
     os::linux::net::SocketAddrExt,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
     time::{Duration, Instant},
 };
 use tokio::{
@@ -189,6 +192,7 @@ enum Local {
     Failed {
         rank: usize,
         ending: Ending,
+        by_itself: bool,
     },
     Ended {
         rank: usize,
@@ -204,6 +208,10 @@ enum Local {
         message: FromTask,
     },
 }
+
+const NOT_ASKED: u8 = 0;
+const ASKED: u8 = 1;
+const KILLED: u8 = 2;
 
 struct Running {
     handle: Box<dyn Handle>,
@@ -240,6 +248,8 @@ struct Agent {
     running: BTreeMap<usize, Running>,
     grace: Duration,
     kill_at: Option<Instant>,
+    /// Whether this attempt's tasks have been asked to end, or killed.
+    asked: Arc<AtomicU8>,
     paused: bool,
     payload: Payload,
     /// Tasks that want it before it is there.
@@ -290,6 +300,7 @@ pub(crate) async fn serve(
         running: BTreeMap::new(),
         grace: Duration::ZERO,
         kill_at: None,
+        asked: Arc::default(),
         paused: false,
         payload: Payload::Unknown,
         hungry: Vec::new(),
@@ -395,6 +406,7 @@ impl Agent {
 
     async fn start(&mut self, assignment: Assignment) {
         self.generation = assignment.generation;
+        self.asked = Arc::default();
         self.infos = Arc::clone(&assignment.infos);
         self.grace = assignment.grace;
         self.kill_at = None;
@@ -444,14 +456,20 @@ impl Agent {
             };
             pumps.spawn(forward(pipe, stream, last, credit, ended.clone(), send));
         }
-        let local = self.local.clone();
+        let (local, asked) = (self.local.clone(), Arc::clone(&self.asked));
         let waiter = Bound::spawn(async move {
             let ending = ending.await;
+            let by_itself = match asked.load(Ordering::Relaxed) {
+                NOT_ASKED => true,
+                // Somebody else has killed it.
+                ASKED => ending == Ending::Signalled(9),
+                _ => false,
+            };
             let _ = over.send(true);
             if ending != Ending::Exited(0) {
                 // Its last words are worth a moment; a terminal that shows nothing is not.
                 let _ = timeout(TICK, drain(&mut pumps)).await;
-                let failed = Local::Failed { rank, ending: ending.clone() };
+                let failed = Local::Failed { rank, ending: ending.clone(), by_itself };
                 let _ = local.send((generation, failed)).await;
             }
             drain(&mut pumps).await;
@@ -473,7 +491,9 @@ impl Agent {
             return;
         }
         match event {
-            Local::Failed { rank, ending } => self.report(rank, ending).await,
+            Local::Failed { rank, ending, by_itself } => {
+                self.report(rank, ending, by_itself).await;
+            }
             Local::Ended { rank, ending } => {
                 self.running.remove(&rank);
                 let _ = self.out.send(FromAgent::Ended { generation, rank, ending }).await;
@@ -543,11 +563,12 @@ impl Agent {
     }
 
     /// Tells that a task has failed, and what it said last.
-    async fn report(&self, rank: usize, ending: Ending) {
+    async fn report(&self, rank: usize, ending: Ending, by_itself: bool) {
         let Some(task) = self.running.get(&rank) else { return };
         let last = task.traceback.clone().unwrap_or_else(|| task.last.text());
         let generation = self.generation;
-        let _ = self.out.send(FromAgent::Failed { generation, rank, ending, last }).await;
+        let failed = FromAgent::Failed { generation, rank, ending, last, by_itself };
+        let _ = self.out.send(failed).await;
     }
 
     fn tell_tasks(&self, message: impl Fn() -> ToTask) {
@@ -561,12 +582,14 @@ impl Agent {
         self.tell_tasks(|| ToTask::Ended(reason.to_owned()));
         // One that has said why it fails is on its way out, and keeps its exit status.
         let surprised = self.running.values().filter(|task| task.traceback.is_none());
+        self.asked.fetch_max(ASKED, Ordering::Relaxed);
         surprised.for_each(|task| task.handle.terminate());
         self.kill_at.get_or_insert(now() + self.grace);
     }
 
     fn kill_if_due(&mut self) {
         if self.kill_at.is_some_and(|at| now() >= at) {
+            self.asked.store(KILLED, Ordering::Relaxed);
             self.running.values().for_each(|task| task.handle.kill());
         }
     }
@@ -595,7 +618,7 @@ impl Agent {
             }
         }
         for rank in lost {
-            self.report(rank, Ending::Stopped).await;
+            self.report(rank, Ending::Stopped, true).await;
         }
     }
 }

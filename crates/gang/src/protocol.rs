@@ -146,12 +146,13 @@ pub(crate) enum FromAgent {
         rank: usize,
         traceback: String,
     },
-    /// A task has failed; what is left of its output still comes.
+    /// A task has failed; what is left of its output still comes. Its agent may have asked it to end before.
     Failed {
         generation: u64,
         rank: usize,
         ending: Ending,
         last: String,
+        by_itself: bool,
     },
     /// Nothing more comes from a task.
     Ended {

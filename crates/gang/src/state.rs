@@ -327,15 +327,24 @@ impl Machine {
                     attempt.confessed.get_or_insert((rank, traceback));
                 }
             }
-            FromAgent::Failed { generation, rank, ending, last } => {
-                if let (Phase::Ending { error, .. }, Ending::Exited(_)) = (&mut self.phase, &ending)
-                {
-                    // How the one that confessed has ended, now that it has.
-                    if let Error::TaskFailed { rank: first, ending: known @ Ending::Failed, .. } =
-                        error
-                        && *first == rank
+            FromAgent::Failed { generation, rank, ending, last, by_itself } => {
+                if let Phase::Ending { error, attempt, .. } = &mut self.phase {
+                    let Error::TaskFailed { rank: first, ending: known, .. } = error else {
+                        return;
+                    };
+                    let current = attempt.generation == generation;
+                    if *first == rank && *known == Ending::Failed {
+                        // How the one that confessed has ended, now that it has.
+                        if let Ending::Exited(_) = ending {
+                            *known = ending;
+                        }
+                    } else if let (Ending::Exited(_), Ending::Signalled(9), true) =
+                        (&*known, &ending, by_itself && current)
                     {
-                        *known = ending;
+                        // Nobody is killed because another has failed, but others give up because one was killed, and
+                        // news of them may be quicker.
+                        let host = attempt.infos[rank].host.clone();
+                        *error = Error::TaskFailed { rank, host, generation, ending, last };
                     }
                     return;
                 }

@@ -191,7 +191,13 @@ impl World {
                 if let Some(rank) = speaker(number) {
                     let ending = Ending::Signalled(11);
                     self.failed(rank, ending.clone());
-                    let message = FromAgent::Failed { generation, rank, ending, last: "x".into() };
+                    let message = FromAgent::Failed {
+                        generation,
+                        rank,
+                        ending,
+                        last: "x".into(),
+                        by_itself: true,
+                    };
                     self.say(self.seats[rank], message);
                 }
             }
@@ -223,6 +229,7 @@ impl World {
                         rank,
                         ending: Ending::Failed,
                         last: String::new(),
+                        by_itself: true,
                     },
                     1 => FromAgent::Ended { generation, rank, ending: Ending::Exited(1) },
                     2 => FromAgent::Gather { generation, rank, name, round: 0, message: vec![9] },
@@ -634,7 +641,10 @@ fn who_says_first_that_it_fails_is_blamed_even_if_another_ends_sooner() {
     let ending = Ending::Exited(9);
     machine.handle(now, Input::Said(1, FromAgent::Ended { generation, rank: 0, ending }));
     let (rank, ending, last) = (0, Ending::Exited(1), "rank 1 has left".to_owned());
-    machine.handle(now, Input::Said(0, FromAgent::Failed { generation, rank, ending, last }));
+    machine.handle(
+        now,
+        Input::Said(0, FromAgent::Failed { generation, rank, ending, last, by_itself: true }),
+    );
     let ended = |rank| FromAgent::Ended { generation, rank, ending: Ending::Exited(1) };
     machine.handle(now, Input::Said(0, ended(0)));
     let actions = machine.handle(now, Input::Said(1, ended(1)));
@@ -644,6 +654,29 @@ fn who_says_first_that_it_fails_is_blamed_even_if_another_ends_sooner() {
     });
     let finished = finished.unwrap();
     assert!(finished.starts_with("rank 1 on ") && finished.contains("ValueError"), "{finished}");
+}
+
+#[test]
+fn who_was_killed_is_blamed_even_if_another_gives_up_sooner() {
+    for (signal, by_itself, blamed) in [(9, true, 1), (9, false, 0), (15, true, 0)] {
+        let World { mut machine, now, .. } = pair(0);
+        let (generation, last) = (0, String::new());
+        let mut fail = |rank: usize, ending: Ending, by_itself: bool| {
+            let last = last.clone();
+            let failed = FromAgent::Failed { generation, rank, ending, last, by_itself };
+            machine.handle(now, Input::Said(rank, failed));
+        };
+        fail(0, Ending::Exited(1), true);
+        fail(1, Ending::Signalled(signal), by_itself);
+        let ended = |rank| FromAgent::Ended { generation, rank, ending: Ending::Exited(1) };
+        machine.handle(now, Input::Said(0, ended(0)));
+        let actions = machine.handle(now, Input::Said(1, ended(1)));
+        let first = actions.iter().find_map(|action| match action {
+            Action::Finish(Err(Error::TaskFailed { rank, .. })) => Some(*rank),
+            _ => None,
+        });
+        assert_eq!(first, Some(blamed), "signal {signal}, by itself {by_itself}");
+    }
 }
 
 #[test]
