@@ -6,10 +6,11 @@ import functools
 import importlib
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import on_ranks
+from ranks import on_ranks
 
 Case = Callable[["Checks"], None]
 
@@ -92,8 +93,9 @@ def outcomes(module: str, ranks: int) -> list[dict[str, list[str]]]:
     return on_ranks(ranks, _run, module, names, seconds=240)
 
 
-def verify(module: str, ranks: int, name: str) -> None:
-    """Fails if a case did on any rank."""
+def verify(file: str, ranks: int, name: str) -> None:
+    """Fails if a case of a file's ``CASES`` did on any rank."""
+    module = Path(file).stem
     wrong = {rank: results[name] for rank, results in enumerate(outcomes(module, ranks)) if results[name]}
     if wrong:
         lines = [f"rank {rank}: {text}" for rank, texts in wrong.items() for text in texts[:5]]

@@ -25,7 +25,7 @@ def case(function: Callable[[Checks], None]) -> Callable[[Checks], None]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test(name: str, ranks: int) -> None:
-    verify(__name__, ranks, name)
+    verify(__file__, ranks, name)
 
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -48,7 +48,7 @@ class _AllReduce(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.arguments = kind, gradient_of(name), op, prescale, postscale, process_set
-        outputs = tuple(operations.reduce(kind, tensors, name, op, prescale, postscale, process_set).result())
+        outputs = tuple(operations.reduce(kind, tensors, name, op, prescale, postscale, process_set, now=True).result())
         if op not in _LINEAR:
             ctx.save_for_backward(*tensors, *outputs)
         return outputs
@@ -91,7 +91,7 @@ def reduce(
 ) -> Sequence[Tensor]:
     """Into new tensors, through autograd if anybody asks for gradients."""
     if not is_traced(tensors):
-        return operations.reduce(kind, tensors, name, op, prescale, postscale, process_set).result()
+        return operations.reduce(kind, tensors, name, op, prescale, postscale, process_set, now=True).result()
     if op not in _LINEAR and (prescale != 1.0 or postscale != 1.0):
         scaled = [tensor * prescale for tensor in tensors]
         return [output * postscale for output in reduce(kind, scaled, name, op, 1.0, 1.0, process_set)]
@@ -115,7 +115,7 @@ class _ReduceScatter(torch.autograd.Function):
             raise InvalidError("only a sum or an average that is scattered has a gradient here")
         factor = prescale * postscale / (process_set.size() if op == AVERAGE else 1)
         ctx.arguments = gradient_of(name), factor, process_set
-        return tuple(operations.scatter(kind, tensors, name, op, prescale, postscale, process_set).result())
+        return tuple(operations.scatter(kind, tensors, name, op, prescale, postscale, process_set, now=True).result())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def scatter(
 ) -> Sequence[Tensor]:
     """The same for this rank's rows only."""
     if not is_traced(tensors):
-        return operations.scatter(kind, tensors, name, op, prescale, postscale, process_set).result()
+        return operations.scatter(kind, tensors, name, op, prescale, postscale, process_set, now=True).result()
     outputs: tuple[Tensor, ...] = _ReduceScatter.apply(kind, name, op, prescale, postscale, process_set, *tensors)
     return outputs
 
@@ -144,7 +144,7 @@ def scatter(
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        gathered = operations.gather(kind, tensors, name, process_set).result()
+        gathered = operations.gather(kind, tensors, name, process_set, now=True).result()
         ctx.arguments = gradient_of(name), process_set
         ctx.rows = [rows for _, rows in gathered]
         return tuple(tensor for tensor, _ in gathered)
@@ -163,7 +163,7 @@ class _AllGather(torch.autograd.Function):
 def gather(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
     """One after the other, through autograd if anybody asks for gradients."""
     if not is_traced(tensors):
-        return [tensor for tensor, _ in operations.gather(kind, tensors, name, process_set).result()]
+        return [tensor for tensor, _ in operations.gather(kind, tensors, name, process_set, now=True).result()]
     return list(_AllGather.apply(kind, name, process_set, *tensors))
 
 
@@ -171,7 +171,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.arguments = root_rank, gradient_of(name), process_set
-        return operations.spread(tensor, root_rank, name, process_set).result()
+        return operations.spread(tensor, root_rank, name, process_set, now=True).result()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -185,7 +185,7 @@ class _Broadcast(torch.autograd.Function):
 def spread(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     """From one rank to all, through autograd if anybody asks for gradients."""
     if not is_traced((tensor,)):
-        return operations.spread(tensor, root_rank, name, process_set).result()
+        return operations.spread(tensor, root_rank, name, process_set, now=True).result()
     output: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return output
 
@@ -199,7 +199,7 @@ class _AllToAll(torch.autograd.Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
-        gathered = operations.exchange(tensor, splits, name, process_set).result()
+        gathered = operations.exchange(tensor, splits, name, process_set, now=True).result()
         ctx.arguments = tensor.shape[0], gathered[1], gradient_of(name), process_set
         output, received = with_splits(gathered)
         ctx.mark_non_differentiable(received)
@@ -223,7 +223,7 @@ def exchange(
     if is_traced((tensor,)):
         output, received = _AllToAll.apply(tensor, splits, name, process_set)
         return output, received
-    return with_splits(operations.exchange(tensor, splits, name, process_set).result())
+    return with_splits(operations.exchange(tensor, splits, name, process_set, now=True).result())
 
 
 def with_splits(gathered: Gathered) -> tuple[Tensor, Tensor]:

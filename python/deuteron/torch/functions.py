@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -87,19 +87,30 @@ def broadcast_optimizer_state(
     >>> optimizer = torch.optim.Adam(torch.nn.Linear(2, 1).parameters())
     >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = parameters[0].device if parameters else torch.device("cpu")
     is_root = process_set.rank() == process_set.index(root_rank)
-    state = _broadcast_tree(optimizer.state_dict() if is_root else None, root_rank, process_set)
+    state = _broadcast_tree(optimizer.state_dict() if is_root else None, root_rank, device, process_set)
     if is_root:
         return
     optimizer.load_state_dict(state)
-    # What was loaded has taken on the type of its parameter; the root's has not.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Loading makes every number as wide as its parameter, and spoils words in lists; the root has neither.
     for index, values in state["state"].items():
         if isinstance(index, int) and index < len(parameters) and isinstance(values, dict):
-            own = optimizer.state[parameters[index]]
-            for key, value in values.items():
-                if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype:
-                    own[key] = value.to(own[key].device)
+            parameter = parameters[index]
+            if optimizer.state[parameter].keys() == values.keys():
+                optimizer.state[parameter] = _placed(values, parameter.device)
+
+
+def _placed(tree: Any, device: torch.device) -> Any:
+    """What belongs to a parameter beside it; what the root kept in host memory stays there."""
+    if isinstance(tree, Tensor):
+        return tree if tree.is_cpu else tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _placed(value, device) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_placed(value, device) for value in tree)
+    return tree
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -126,12 +137,12 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, number: Any) -> Tensor:
+    def persistent_load(self, number: int) -> Tensor:
         return self._tensors[number]
 
 
-def _broadcast_tree(tree: Any, root_rank: int, process_set: ProcessSet) -> Any:
-    """An object whose tensors travel by themselves, without being pickled."""
+def _broadcast_tree(tree: Any, root_rank: int, device: torch.device, process_set: ProcessSet) -> Any:
+    """An object whose tensors travel by themselves, without being pickled; those of a device arrive on ``device``."""
     tensors: list[Tensor] = []
     head = None
     if process_set.rank() == process_set.index(root_rank):
@@ -139,20 +150,16 @@ def _broadcast_tree(tree: Any, root_rank: int, process_set: ProcessSet) -> Any:
         pickler = _Pickler(file)
         pickler.dump(tree)
         tensors = pickler.tensors
-        kinds = [(tensor.dtype, tuple(tensor.shape), isinstance(tensor, torch.nn.Parameter)) for tensor in tensors]
+        kinds = [(tensor.dtype, tuple(tensor.shape), tensor.is_cpu) for tensor in tensors]
         head = file.getvalue(), kinds
     sent = broadcast_object(head, root_rank, process_set=process_set)
     if head is not None:
         spread_all([(None, tensor) for tensor in tensors], root_rank, process_set)
         return tree
     structure, kinds = sent
-    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape, _ in kinds]
+    tensors = [torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device) for dtype, shape, is_cpu in kinds]
     spread_all([(None, tensor) for tensor in tensors], root_rank, process_set)
-    made = [
-        torch.nn.Parameter(tensor) if is_parameter else tensor
-        for tensor, (_, _, is_parameter) in zip(tensors, kinds, strict=True)
-    ]
-    return _Unpickler(io.BytesIO(structure), made).load()
+    return _Unpickler(io.BytesIO(structure), tensors).load()
 
 
 def broadcast_object(
@@ -178,11 +185,11 @@ def broadcast_object(
             pickled = repr(error).encode()
         payload = _bytes(pickled)
         head = torch.tensor([len(pickled), failure is None])
-    spread_in_place(head, root_rank, _part(name, "size"), process_set).result()
+    spread_in_place(head, root_rank, _part(name, "size"), process_set, now=True).result()
     length, whole = head.tolist()
     if not is_root:
         payload = torch.empty(length, dtype=torch.uint8)
-    spread_in_place(payload, root_rank, _part(name, "object"), process_set).result()
+    spread_in_place(payload, root_rank, _part(name, "object"), process_set, now=True).result()
     if failure is not None:
         raise failure
     if is_root:
@@ -232,10 +239,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     except Exception as error:
         failure = error
         pickled = b"\0" + repr(error).encode()
-    tensor, lengths = gather("allgather", (_bytes(pickled),), _part(name, "object"), process_set).result()[0]
+    tensor, lengths = gather("allgather", (_bytes(pickled),), _part(name, "object"), process_set, now=True).result()[0]
     if failure is not None:
         raise failure
-    data = memoryview(tensor.numpy())
+    data = memoryview(cast(bytes, tensor.numpy()))
     objects = []
     for rank, length in zip(process_set.ranks, lengths, strict=True):
         part, data = data[:length], data[length:]

@@ -39,12 +39,13 @@ def reduce(
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
+    now: bool = False,
 ) -> Pending[list[Tensor]]:
     """Into new tensors."""
     engine = process_set.engine()
     scaled = prescale != 1.0 or postscale != 1.0
     works = [copied(tensor, op, scaled) for tensor in tensors]
-    operation = engine.all_reduce(label(kind, name), [describe(work) for work in works], op, prescale, postscale)
+    operation = engine.all_reduce(label(kind, name), [describe(work) for work in works], op, prescale, postscale, now)
     wanted = [(tensor.dtype, tensor.device) for tensor in tensors]
 
     def finish(_: list[_core.Memory]) -> list[Tensor]:
@@ -61,6 +62,7 @@ def reduce_in_place(
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
+    now: bool = False,
 ) -> Pending[list[Tensor]]:
     engine = process_set.engine()
     scaled = prescale != 1.0 or postscale != 1.0
@@ -68,7 +70,7 @@ def reduce_in_place(
     for tensor, work in zip(tensors, works, strict=True):
         if work is not tensor:
             require_writable(tensor)
-    operation = engine.all_reduce(label(kind, name), [describe(work) for work in works], op, prescale, postscale)
+    operation = engine.all_reduce(label(kind, name), [describe(work) for work in works], op, prescale, postscale, now)
 
     def finish(_: list[_core.Memory]) -> list[Tensor]:
         return [restore(tensor, work) for tensor, work in zip(tensors, works, strict=True)]
@@ -84,13 +86,16 @@ def scatter(
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
+    now: bool = False,
 ) -> Pending[list[Tensor]]:
     engine = process_set.engine()
     scaled = prescale != 1.0 or postscale != 1.0
     works = [native(tensor, op, scaled) for tensor in tensors]
     if any(tensor.dim() == 0 for tensor in tensors):
         raise InvalidError("a tensor without dimensions has no rows to scatter: use tensor.reshape(1)")
-    operation = engine.reduce_scatter(label(kind, name), [describe(work) for work in works], op, prescale, postscale)
+    operation = engine.reduce_scatter(
+        label(kind, name), [describe(work) for work in works], op, prescale, postscale, now
+    )
     wanted = [(tensor.dtype, tensor.device) for tensor in tensors]
 
     def finish(made: list[_core.Memory]) -> list[Tensor]:
@@ -109,14 +114,16 @@ def _require_rows(tensor: Tensor, what: str) -> None:
         raise InvalidError(f"a tensor without dimensions has no rows to {what}: use tensor.reshape(1)")
 
 
-def gather(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> Pending[list[Gathered]]:
+def gather(
+    kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, now: bool = False
+) -> Pending[list[Gathered]]:
     engine = process_set.engine()
     works = [native(tensor) for tensor in tensors]
     for tensor in tensors:
         _require_rows(tensor, "gather")
     # Rows without elements leave nothing to count them by: their number itself is gathered.
     sent = [work if row(work.shape) else torch.tensor([work.shape[0]]) for work in works]
-    operation = engine.all_gather(label(kind, name), [describe(work) for work in sent])
+    operation = engine.all_gather(label(kind, name), [describe(work) for work in sent], now)
     wanted = [(tensor.dtype, tensor.device) for tensor in tensors]
 
     def finish(made: list[_core.Memory]) -> list[Gathered]:
@@ -135,22 +142,26 @@ def gather(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: 
     return Pending(operation, sent, finish)
 
 
-def spread(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Pending[Tensor]:
+def spread(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, now: bool = False
+) -> Pending[Tensor]:
     engine = process_set.engine()
     root = process_set.index(root_rank)
     work = copied(tensor)
-    operation = engine.broadcast(label("broadcast", name), (describe(work),), root)
+    operation = engine.broadcast(label("broadcast", name), (describe(work),), root, now)
     dtype, device = tensor.dtype, tensor.device
     return Pending(operation, (work,), lambda _: finished(work, dtype, device))
 
 
-def spread_in_place(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Pending[Tensor]:
+def spread_in_place(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, now: bool = False
+) -> Pending[Tensor]:
     engine = process_set.engine()
     root = process_set.index(root_rank)
     work = native(tensor)
     if work is not tensor:
         require_writable(tensor)
-    operation = engine.broadcast(label("broadcast", name), (describe(work),), root)
+    operation = engine.broadcast(label("broadcast", name), (describe(work),), root, now)
     return Pending(operation, (tensor, work), lambda _: restore(tensor, work))
 
 
@@ -175,7 +186,7 @@ def _split(splits: Tensor | Sequence[int] | None, ranks: int, rows: int) -> list
 
 
 def exchange(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet, now: bool = False
 ) -> Pending[Gathered]:
     engine = process_set.engine()
     work = native(tensor)
@@ -185,11 +196,11 @@ def exchange(
     elements = row(shape)
     if elements:
         sent = work
-        operation = engine.all_to_all(label("alltoall", name), describe(sent), counts)
+        operation = engine.all_to_all(label("alltoall", name), describe(sent), counts, now)
     else:
         # As for gathering, the numbers of rows go instead of the rows.
         sent = torch.tensor(counts)
-        operation = engine.all_to_all(label("alltoall", name), describe(sent), [1] * engine.size)
+        operation = engine.all_to_all(label("alltoall", name), describe(sent), [1] * engine.size, now)
 
     def finish(made: list[_core.Memory]) -> Gathered:
         memory = made[0]

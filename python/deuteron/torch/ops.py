@@ -139,7 +139,7 @@ def allreduce_(
     """The same in place. Not differentiable."""
     op = reduction(op, average)
     return operations.reduce_in_place(
-        "allreduce", (tensor,), name, op, prescale_factor, postscale_factor, process_set
+        "allreduce", (tensor,), name, op, prescale_factor, postscale_factor, process_set, now=True
     ).result()[0]
 
 
@@ -214,7 +214,7 @@ def grouped_allreduce_(
     """The same in place. Not differentiable."""
     op = reduction(op, average)
     return operations.reduce_in_place(
-        "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set
+        "grouped_allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set, now=True
     ).result()
 
 
@@ -378,7 +378,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The same in place. Not differentiable."""
-    return operations.spread_in_place(tensor, root_rank, name, process_set).result()
+    return operations.spread_in_place(tensor, root_rank, name, process_set, now=True).result()
 
 
 def broadcast_async_(
@@ -430,4 +430,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     >>> hvd.init()
     >>> hvd.barrier()
     """
-    process_set.engine().barrier().wait()
+    process_set.engine().barrier(now=True).wait()

@@ -1,0 +1,93 @@
+"""Functions of tests on real ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent
+
+
+class RankError(AssertionError):
+    """A rank has raised."""
+
+
+def on_ranks(
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 120,
+    survivors: bool = False,
+    flags: tuple[str, ...] = (),
+) -> list[Any]:
+    """Calls a function on so many processes, and returns what it returned on each.
+
+    What a rank raises is raised. With ``survivors`` ranks may end without a result, which is ``None`` then.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "call").write_bytes(_pickled(function, args))
+        child = f"import ranks; ranks._call({folder!r}, {seconds})"
+        command = [sys.executable, "-m", "deuteron", "run", "-n", str(ranks), *flags, "--", sys.executable, "-c", child]
+        path = os.pathsep.join([str(PACKAGE), str(TESTS), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job:
+            try:
+                output, _ = job.communicate(timeout=seconds + 10)
+            except subprocess.TimeoutExpired:
+                job.terminate()
+                output, _ = job.communicate()
+                raise TimeoutError(f"{ranks} ranks are not done after {seconds} s\n{output}") from None
+        results = []
+        for rank in range(ranks):
+            file = Path(folder, str(rank))
+            raised, value = pickle.loads(file.read_bytes()) if file.exists() else (None, None)
+            if raised:
+                raise RankError(f"rank {rank} of {ranks}: {raised}\n{output}")
+            if not file.exists() and not survivors:
+                raise RankError(f"rank {rank} of {ranks} ended without a result\n{output}")
+            results.append(value)
+        return results
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    module = sys.modules[function.__module__]
+    if not module.__name__.split(".")[-1].startswith("test_"):
+        return bytes(cloudpickle.dumps((function, args)))
+    # Ranks may not find the module under the name that pytest has given it.
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps((function, args)))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _call(folder: str, seconds: float) -> None:
+    """What every rank runs."""
+    faulthandler.dump_traceback_later(seconds)
+    function, args = pickle.loads(Path(folder, "call").read_bytes())
+    raised, value = "", None
+    try:
+        value = function(*args)
+    except BaseException:
+        raised = traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    rank = os.environ["DEUTERON_RANK"]
+    part = Path(folder, f"{rank}.part")
+    part.write_bytes(cloudpickle.dumps((raised, value)))
+    part.rename(Path(folder, rank))
+    if raised:
+        sys.exit(1)
