@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -76,15 +77,20 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _call(folder: str, seconds: float) -> None:
     """What every rank runs."""
-    faulthandler.dump_traceback_later(seconds)
+    # faulthandler's own timer would keep a forked child from ending.
+    dump = threading.Timer(seconds, faulthandler.dump_traceback)
+    dump.daemon = True
+    dump.start()
     function, args = pickle.loads(Path(folder, "call").read_bytes())
-    raised, value = "", None
+    raised, value, process = "", None, os.getpid()
     try:
         value = function(*args)
     except BaseException:
+        if os.getpid() != process:
+            # A fork that ends: nothing below is its own.
+            raise
         raised = traceback.format_exc()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    dump.cancel()
     rank = os.environ["DEUTERON_RANK"]
     part = Path(folder, f"{rank}.part")
     part.write_bytes(cloudpickle.dumps((raised, value)))
