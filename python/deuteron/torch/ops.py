@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -388,6 +388,17 @@ def broadcast_async_(
     return start(operations.spread_in_place(tensor, root_rank, name, process_set))
 
 
+@overload
+def alltoall(
+    tensor: Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor: ...
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, Tensor]: ...
 def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
