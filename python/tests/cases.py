@@ -74,7 +74,7 @@ def _run(module: str, names: list[str]) -> dict[str, list[str]]:
 
     hvd.init()
     cases = importlib.import_module(module).CASES
-    outcomes = dict.fromkeys(names, ["not reached"])
+    outcomes = {name: ["not reached"] for name in names}
     for name in names:
         checks = Checks()
         outcomes[name] = checks.wrong
