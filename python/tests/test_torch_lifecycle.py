@@ -130,10 +130,7 @@ def _in_fork(body: Callable[[], str]) -> str:
     child = os.fork()
     if child == 0:
         os.close(read)
-        try:
-            text = body()
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+        text = body()
         os.write(write, text.encode())
         os.close(write)
         # As a script's end: with everything that is to run at exit.
@@ -144,6 +141,13 @@ def _in_fork(body: Callable[[], str]) -> str:
     _, status = os.waitpid(child, 0)
     assert status == 0, status
     return text
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        return f"it returned {call()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -161,16 +165,19 @@ class Rows(torch.utils.data.Dataset[Any]):
 def _forks() -> None:
     hvd.init()
     in_flight = hvd.allreduce_async(torch.ones(3), name="in flight", op=hvd.Sum) if hvd.rank() == 0 else None
-    for body in [
-        lambda: str(hvd.allreduce(torch.ones(1))),
-        lambda: str(hvd.allreduce_async(torch.ones(1))),
-        lambda: str(hvd.barrier()),
-        lambda: str(hvd.add_process_set([0])),
-        lambda: str(hvd.shutdown() or hvd.init()),
-    ]:
-        told = _in_fork(body)
-        assert told.startswith("InvalidError") and f"is a fork of rank {hvd.rank()}" in told, told
-    assert _in_fork(lambda: f"{hvd.rank()} of {hvd.size()}") == f"{hvd.rank()} of {hvd.size()}"
+    calls: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.allreduce_async(torch.ones(1)),
+        hvd.barrier,
+        lambda: hvd.add_process_set([0]),
+        hvd.init,
+        lambda: hvd.shutdown() or hvd.init(),
+    ]
+    told = _in_fork(lambda: "\n".join([f"{hvd.rank()} of {hvd.size()}", *map(_refusal, calls)])).splitlines()
+    assert told[0] == f"{hvd.rank()} of {hvd.size()}"
+    assert len(told) == 7
+    for line in told[1:]:
+        assert line.startswith("InvalidError") and f"is a fork of rank {hvd.rank()}" in line, told
     loader = torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork")
     for _ in range(2):
         for number, batch in enumerate(loader):
