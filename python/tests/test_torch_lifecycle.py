@@ -98,6 +98,9 @@ def _rounds(folder: str) -> tuple[int, ...]:
             hvd.barrier(some)
         # Unnamed operations are counted from the beginning again, even if ranks were not at the same number.
         handle = hvd.allreduce_async(torch.ones(1)) if number % 3 == hvd.rank() else None
+        # Who has its result leaves at once, and the others still get theirs.
+        given = hvd.broadcast(torch.full((1 << 16,), float(hvd.rank())), number % 2, name="last")
+        assert given.eq(number % 2).all()
         hvd.shutdown()
         hvd.shutdown()
         assert not hvd.is_initialized()
