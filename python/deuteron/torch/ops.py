@@ -92,9 +92,11 @@ def allreduce(
     try:
         if tensor.dtype in CODES and tensor.is_cpu and not tensor.requires_grad:
             work = copied(tensor)
-            engine = process_set.engine()
+            place = (describe(work),)
             wait(
-                engine.all_reduce(label("allreduce", name), (describe(work),), op, prescale_factor, postscale_factor),
+                process_set.engine().all_reduce(
+                    label("allreduce", name), place, op, prescale_factor, postscale_factor, now=True
+                ),
                 work,
             )
             return work
