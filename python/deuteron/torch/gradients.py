@@ -335,7 +335,7 @@ class Gradients:
     def _agree(self, places: Sequence[Place]) -> int:
         """Compares what all ranks are about to lay out, and returns a number for it that is new on all of them."""
         global _layouts
-        lines = [self.rules.words(), *map(_line, places)]
+        lines = [self.rules.words(), *map(_line, reversed(places))]
         text = "\n".join(lines).encode()
         own = hashlib.sha256(text).digest() + _layouts.to_bytes(8, "little")
         gathered = self._gather(own)
@@ -361,7 +361,7 @@ class Gradients:
         tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         operation = self.engine.all_gather("DistributedOptimizer", [(tensor.data_ptr(), 1, [len(own)])])
         (memory,) = operation.wait()
-        data, at, parts = bytes(memory), 0, []
+        data, at, parts = bytes(torch.frombuffer(memory, dtype=torch.uint8).tolist()), 0, []
         for count in memory.counts:
             parts.append(data[at : at + count])
             at += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import warnings
 import weakref
@@ -110,7 +111,15 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         base = type(self).__mro__[2]
         plain: object = object.__new__(base)
         plain.__dict__.update(_attributes(self))
-        return plain.__reduce_ex__(protocol)
+        reduced: tuple[Any, ...] = plain.__reduce_ex__(protocol)  # type: ignore[assignment]
+        function, arguments, *rest = reduced
+        # Pickle insists that an object made by that function is of the class of the one that was asked.
+        function = _new if function is copyreg.__newobj__ else function  # type: ignore[attr-defined]
+        return function, arguments, *rest
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
 
 
 def _usable(state: _State) -> Gradients | None:
