@@ -238,6 +238,11 @@ def duration(nanoseconds: float) -> str:
     return f"{nanoseconds / factor:.3g} {unit}"
 
 
+def _range(figure: Figure) -> str:
+    """From where to where single repetitions go."""
+    return f"{duration(min(figure.repetitions))} to {duration(max(figure.repetitions))}"
+
+
 HEADINGS = ("size", "time", "lowest to highest", "GB/s", "Gloo", "Open MPI", "x peer", "limit", "of limit", "target")
 
 
@@ -249,7 +254,7 @@ def _cells(row: Row) -> list[str]:
     return [
         size(ours.bytes),
         duration(ours.time),
-        f"{duration(min(ours.repetitions))} to {duration(max(ours.repetitions))}",
+        _range(ours),
         f"{ours.bytes / ours.time:.3g}",
         *(duration(row.peers[who].time) if who in row.peers else "" for who in PEERS),
         ratio(row.to_peer),
@@ -271,7 +276,7 @@ def _groups(made: list[Row]) -> Iterable[tuple[str, list[Row]]]:
         yield f"{LABELS[contestant]}, {kind}: {TITLES[case]} (limit: {limit})", groups[key]
 
 
-def _summary(made: list[Row]) -> list[list[str]]:
+def _summary(run: Run, made: list[Row]) -> list[list[str]]:
     """How many rows reach each target, by case."""
     lines = []
     for target in TARGETS:
@@ -280,10 +285,104 @@ def _summary(made: list[Row]) -> list[list[str]]:
             if judged:
                 verdict = "reached" if all(judged) else "not reached"
                 lines.append([target.what, title, target.to_reach, f"{sum(judged)} of {len(judged)}", verdict])
+    for line in training(run):
+        verdict = "reached" if line.reached else "not reached"
+        lines.append([line.what, TRAINING_TITLE, line.to_reach, f"{int(line.reached)} of 1", verdict])
     return lines
 
 
 SUMMARY_HEADINGS = ("to reach in", "case", "target", "sizes and types", "")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What PyTorch's steps have shown, one target: ours, the other's, and how they compare."""
+
+    what: str
+    ours: str
+    other: str
+    compared: str
+    to_reach: str
+    reached: bool
+
+    def cells(self) -> list[str]:
+        """Its line of the table."""
+        verdict = "reached" if self.reached else "not reached"
+        return [self.what, self.ours, self.other, self.compared, self.to_reach, verdict]
+
+
+TRAINING_TITLE = "PyTorch, one host, 2 ranks"
+TRAINING_HEADINGS = ("PyTorch, one host, 2 ranks", "ours", "theirs", "compared", "to reach", "")
+STEPS = {
+    "step": ("overhead of a step of an MLP with 10 M parameters", 0.25),
+    "backward": ("overhead of a backward pass with 1,000 tensors of 1 KiB", 0.33),
+}
+
+
+def _spread(values: list[float], unit: Callable[[float], str]) -> str:
+    """The median, and from where to where single repetitions go."""
+    return f"{unit(median(values))} ({unit(min(values))} to {unit(max(values))})"
+
+
+def training(run: Run) -> list[Training]:
+    """Every target of training, from this run."""
+    known: dict[str, dict[str, list[float]]] = {}
+    sizes = {}
+    for figure in run.figures:
+        if figure.case == "training":
+            known.setdefault(figure.type, {})[figure.contestant] = figure.repetitions
+            sizes[figure.type] = figure.bytes
+
+    def best(what: str, who: str) -> list[float]:
+        """In each repetition the fastest of somebody's variants."""
+        found = [times for name, times in known[what].items() if name.startswith(who)]
+        return [min(times) for times in zip(*found, strict=True)]
+
+    lines = []
+    for call in ("hvd.allreduce", "hvd.allreduce_"):
+        if call in known.get("allreduce", {}):
+            ours, gloo = known["allreduce"][call], known["allreduce"]["torch.distributed"]
+            ratio = median(its / own for own, its in zip(ours, gloo, strict=True))
+            names = f"{call} of 4 B", _spread(ours, duration), f"torch.distributed: {_spread(gloo, duration)}"
+            lines.append(Training(*names, f"{ratio:.1f} x faster", "20 x faster", round(ratio, 1) >= 20))
+    for what, (title, bound) in STEPS.items():
+        if what in known:
+            base = best(what, "base")
+            own, ddp = (
+                [time - alone for time, alone in zip(best(what, who), base, strict=True)] for who in ("ours", "DDP")
+            )
+            # Somebody who is no slower than the base, by chance, has no overhead.
+            part = median(max(mine, 0) / max(its, 1) for mine, its in zip(own, ddp, strict=True))
+            beside = f"DDP: {_spread(ddp, duration)}, base {duration(median(base))}"
+            row = title, _spread(own, duration), beside, f"{part:.2f} of theirs", f"at most {bound:.2f}"
+            lines.append(Training(*row, round(part, 2) <= bound))
+    if "memory" in known:
+        single = known["memory"]["single"]
+        own, ddp = (
+            [(has - alone) / sizes["memory"] for has, alone in zip(known["memory"][who], single, strict=True)]
+            for who in ("ours", "ddp")
+        )
+
+        def copies(value: float) -> str:
+            return f"{value:.2f}"
+
+        names = "memory beyond that of a single process, in copies of the gradients", _spread(own, copies)
+        compared = f"{size(sizes['memory'])} each"
+        row = *names, f"DDP: {_spread(ddp, copies)}", compared, "at most 1"
+        lines.append(Training(*row, round(median(own), 2) <= 1))
+    return lines
+
+
+CONTESTANT_HEADINGS = ("PyTorch", "who", "time", "lowest to highest")
+
+
+def _contestants(run: Run) -> list[list[str]]:
+    """The times behind the targets of training."""
+    return [
+        [figure.type, figure.contestant, duration(figure.time), _range(figure)]
+        for figure in run.figures
+        if figure.case == "training" and figure.type != "memory"
+    ]
 
 
 def _text_table(headings: Iterable[str], lines: list[list[str]]) -> str:
@@ -301,7 +400,10 @@ def text(run: Run) -> str:
     """The report for a terminal."""
     made = rows(run)
     parts = [f"{heading}\n{_text_table(HEADINGS, [_cells(row) for row in found])}" for heading, found in _groups(made)]
-    parts.append(_text_table(SUMMARY_HEADINGS, _summary(made)))
+    if lines := training(run):
+        parts.append(_text_table(CONTESTANT_HEADINGS, _contestants(run)))
+        parts.append(_text_table(TRAINING_HEADINGS, [line.cells() for line in lines]))
+    parts.append(_text_table(SUMMARY_HEADINGS, _summary(run, made)))
     return "\n\n".join(parts)
 
 
@@ -332,6 +434,14 @@ How it is measured:
   of 1 KiB are submitted in an order that each rank draws anew, and then waited for one by one; in registered memory
   they lie side by side in one bucket, as gradients do. With the timeline on, the "limit" is the same without it. Of
   waiting, the time is what the rank's process computes, on all threads, while the other is half a second late.
+- PyTorch: us and `DistributedDataParallel` over Gloo in the same two processes, one thread each, in turns of three
+  steps; each step starts together and the slowest rank's time counts. A step is zero_grad, forward, backward and step
+  of SGD on 32 rows; of the 1,000 tensors it is zero_grad, forward and backward, until gradients are those of all ranks.
+  The base is the same without communication, on both ranks at once. Overhead is what somebody takes beyond the base;
+  everybody counts with the fastest of their ways: gradients dropped ("none") or zeroed, DDP with and without
+  `gradient_as_bucket_view` ("view") and `static_graph` ("static"). Models and gradients are compared at the end.
+  Memory is what a rank has of its own and its share of what it has together with others (`Pss_Anon` and `Pss_Shmem`),
+  after backward, beyond that of a process that trains alone.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
@@ -346,7 +456,11 @@ def _page(runs: dict[str, Run]) -> str:
         made = rows(run)
         facts = "\n".join(f"- {fact}: {value}" for fact, value in run.facts.items())
         parts.append(f"## {run.facts['cores']} cores\n\n{facts}\n\n![Bandwidth by size](img/{name}.svg)\n")
-        parts.append(_markdown_table(SUMMARY_HEADINGS, _summary(made)) + "\n")
+        parts.append(_markdown_table(SUMMARY_HEADINGS, _summary(run, made)) + "\n")
+        if lines := training(run):
+            parts.append(f"### {TRAINING_TITLE}\n")
+            parts.append(_markdown_table(TRAINING_HEADINGS, [line.cells() for line in lines]) + "\n")
+            parts.append(_markdown_table(CONTESTANT_HEADINGS, _contestants(run)) + "\n")
         for heading, found in _groups(made):
             parts.append(f"### {heading}\n\n{_markdown_table(HEADINGS, [_cells(row) for row in found])}\n")
     return "\n".join(parts)
@@ -376,7 +490,7 @@ def _plot(run: Run, path: Path) -> None:
     from matplotlib import pyplot
 
     cases = [case for case in TITLES if len({f.bytes for f in run.figures if f.case == case}) > 2]
-    kinds = list(dict.fromkeys(figure.type for figure in run.figures))
+    kinds = list(dict.fromkeys(figure.type for figure in run.figures if figure.case in cases))
     if not cases:
         return
     size_of_plot = (5.2 * len(kinds), 3.6 * len(cases))

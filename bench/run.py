@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -73,7 +74,9 @@ CASES = {
         only={"registered": (THOUSAND,), "waiting": (4,)} | dict.fromkeys(report.MANY, (THOUSAND,)),
     ),
 }
-DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine"]
+# Not tensors of some size but whole steps: measured by a program of its own.
+TRAINING = "training"
+DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine", TRAINING]
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,38 @@ def measure(name: str, case: Case, programs: Programs, options: argparse.Namespa
     return [report.Figure(name, who, kind, size, times) for (who, kind, size), times in medians.items()]
 
 
+def train(programs: Programs, options: argparse.Namespace) -> list[report.Figure]:
+    """All repetitions of PyTorch's steps, with us and with its own way."""
+    values: dict[tuple[str, str, int], list[float]] = {}
+    out = programs.folder / "training"
+    # Every tensor is a mapping of its own, so that what was freed does not count.
+    careful = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    plans: list[tuple[int, list[str], dict[str, str]]] = [
+        (2, ["times", "1" if options.quick else "5"], {}),
+        *((ranks, ["memory", who], careful) for who, ranks in (("single", 1), ("ours", 2), ("ddp", 2))),
+    ]
+    for repetition in range(options.repetitions):
+        for ranks, (what, last), more in plans:
+            began = time.monotonic()
+            argv = [sys.executable, str(HERE / "training.py"), what, str(out), f"127.0.0.1:{free_port()}", last]
+            if ranks > 1:
+                argv = [sys.executable, "-m", "deuteron", "run", "-n", str(ranks), "--", *argv]
+            environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(programs.folder), **more}
+            hosts.run_together([Command(argv, environment)], options.limit)
+            files = [Path(f"{out}.{rank}") for rank in range(ranks)]
+            for lines in zip(*(file.read_text().splitlines() for file in files), strict=True):
+                told = [json.loads(line) for line in lines]
+                # The slowest rank of each step, then the median step.
+                slowest = [max(each) for each in zip(*(times for *_, times in told), strict=True)]
+                values.setdefault(tuple(told[0][:3]), []).append(median(slowest))
+            for file in files:
+                file.unlink()
+            took = time.monotonic() - began
+            done = f"{TRAINING}: {repetition + 1}/{options.repetitions} {what} {last} {took:.1f} s"
+            print(done, file=sys.stderr, flush=True)
+    return [report.Figure(TRAINING, who, what, size, found) for (what, who, size), found in values.items()]
+
+
 def version(command: list[str]) -> str:
     """The first number in what a program says about itself."""
     try:
@@ -257,10 +292,15 @@ def machine_facts(options: argparse.Namespace) -> dict[str, str]:
         facts["Open MPI"] = version(["mpirun", "--version"])
     if not options.worker:
         facts["rustc"] = version(["rustc", "--version"])
-    if any(CASES[name].hosts == 2 for name in options.cases):
+    if any(is_on_two_hosts(name) for name in options.cases):
         facts["two hosts"] = f"network namespaces and a veth pair, {hosts.CONGESTION}"
     facts["repetitions"] = str(options.repetitions)
     return facts
+
+
+def is_on_two_hosts(name: str) -> bool:
+    """Whether a case needs network namespaces."""
+    return name in CASES and CASES[name].hosts == 2
 
 
 def can_have_hosts() -> bool:
@@ -281,9 +321,12 @@ def leave_out_what_is_missing(options: argparse.Namespace) -> None:
     if "openmpi" in options.only and not (shutil.which("mpicc") and shutil.which("mpirun")):
         missing.append("mpicc and mpirun, for Open MPI")
         options.only.remove("openmpi")
-    if any(CASES[name].hosts == 2 for name in options.cases) and not can_have_hosts():
+    if any(is_on_two_hosts(name) for name in options.cases) and not can_have_hosts():
         missing.append("network namespaces, for two hosts")
-        options.cases = [name for name in options.cases if CASES[name].hosts == 1]
+        options.cases = [name for name in options.cases if not is_on_two_hosts(name)]
+    if TRAINING in options.cases and not (importlib.util.find_spec("torch") and importlib.util.find_spec("deuteron")):
+        missing.append("torch and the deuteron package, for training")
+        options.cases.remove(TRAINING)
     for thing in missing:
         if os.environ.get("CI") == "true":
             raise Failed(f"missing: {thing} (with CI=true that is a failure)")
@@ -322,7 +365,7 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute; writes nothing unless --out is given")
-    parser.add_argument("--cases", default=DEFAULT_CASES, **listed(list(CASES)))  # type: ignore[arg-type]
+    parser.add_argument("--cases", default=DEFAULT_CASES, **listed([*CASES, TRAINING]))  # type: ignore[arg-type]
     parser.add_argument("--only", default=everyone, **listed([*everyone, "ours"]))  # type: ignore[arg-type]
     parser.add_argument("--types", default=["f32", "bf16"], **listed(["f32", "bf16"]))  # type: ignore[arg-type]
     parser.add_argument("--sizes", nargs="+", type=size_of, metavar="BYTES", help="such as 4 64K 16M")
@@ -333,6 +376,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", default="benchmarks", help="name of the JSON and the plot")
     options = parser.parse_args()
     options.only = [*options.only, *(report.OURS if "ours" in options.only else ())]
+    options.cases = list(options.cases)
     options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     options.repetitions = options.repetitions or (1 if options.quick else 5)
     options.limit = options.limit or (60 if options.quick else 600)
@@ -351,7 +395,11 @@ def main() -> None:
         leave_out_what_is_missing(options)
         with hosts.own_folder() as folder:
             programs = build(options, folder)
-            figures = [figure for name in options.cases for figure in measure(name, CASES[name], programs, options)]
+            figures = []
+            for name in options.cases:
+                figures += (
+                    train(programs, options) if name == TRAINING else measure(name, CASES[name], programs, options)
+                )
         run = report.Run(machine_facts(options), figures)
     except Failed as failure:
         sys.exit(f"benchmark failed: {failure}")
