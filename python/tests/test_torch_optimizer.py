@@ -23,8 +23,9 @@ from typing import Any
 import deuteron.torch as hvd
 import pytest
 import torch
-from conftest import on_ranks
 from deuteron.errors import CollectiveError, InvalidError, MismatchError, PeerLostError, UnavailableError
+from deuteron.torch import gradients
+from ranks import on_ranks
 from torch import Tensor, nn
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -79,9 +80,15 @@ class Words(nn.Module):
         return self.out(torch.tanh(self.hidden(self.embedding(tokens).mean(1))))
 
 
+def wide() -> nn.Module:
+    """Parameters that have an operation of their own between some that share one."""
+    return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3))
+
+
 BATCH = 24
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
     "mlp": (mlp, lambda generator: torch.randn(BATCH, 6, generator=generator)),
+    "wide": (wide, lambda generator: torch.randn(BATCH, 6, generator=generator)),
     "convnet": (convnet, lambda generator: torch.randn(BATCH, 2, 6, 6, generator=generator)),
     "embedding": (Words, lambda generator: torch.randint(11, (BATCH, 5), generator=generator)),
 }
@@ -929,6 +936,31 @@ def alone() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+
+
+def test_parcels_keep_the_order_and_small_ones_are_together() -> None:
+    rules = gradients.Rules(hvd.global_process_set, hvd.Compression.none, hvd.Average, 1.0, False)
+
+    def parcels(sizes: list[int], groups: Any = 0) -> list[list[str]]:
+        places = [
+            gradients._Resident(str(number), nn.Parameter(torch.empty(size << 8)), rules, torch.float32)
+            for number, size in enumerate(sizes)
+        ]
+        if callable(groups):
+            groups = groups([place.parameter for place in places])
+        return [[place.name for place in parcel.members] for parcel in gradients.make_parcels(places, groups)]
+
+    # In KiB.
+    assert parcels([]) == []
+    assert parcels([1, 2, 3]) == [["0", "1", "2"]]
+    assert parcels([64, 64]) == [["0"], ["1"]]
+    assert parcels([60, 60, 60, 60, 60, 60]) == [["0", "1", "2", "3", "4"], ["5"]]
+    # A large one in between does not part them, unless it is very large.
+    assert parcels([1, 64, 1]) == [["1"], ["0", "2"]]
+    assert parcels([1, 256, 1]) == [["1"], ["0"], ["2"]]
+    assert parcels([1, 1, 1], groups=2) == [["0", "1"], ["2"]]
+    assert parcels([1, 1, 1], groups=5) == [["0"], ["1"], ["2"]]
+    assert parcels([1, 1, 1, 1], groups=lambda all_: [[all_[3], all_[1]]]) == [["1", "3"], ["0", "2"]]
 
 
 @pytest.mark.timeout(300)

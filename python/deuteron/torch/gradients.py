@@ -4,7 +4,8 @@
   view of it, and the reduction happens in place. A gradient that autograd has made elsewhere, because ``.grad`` was
   ``None``, is copied in once and ``.grad`` points to the bucket again.
 - GRADIENT-2: parameters lie in a bucket in the opposite of their order, in which a backward pass makes their gradients
-  ready, side by side without gaps. So the engine reduces neighbours as one.
+  ready, side by side without gaps. So the engine reduces neighbours as one. Small neighbours are one parcel: one
+  operation, which begins when the last of them is ready.
 - GRADIENT-3: every parameter takes part in every round, with zeros where a rank has no gradient for it: which
   parameters a rank uses need not be the same on all ranks.
 - GRADIENT-4: when a backward pass ends and every parameter has taken part, the reductions are waited for. What reads or
@@ -19,7 +20,8 @@ import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +36,9 @@ from deuteron.torch.handles import synchronize
 from deuteron.torch.ops import Average, allreduce_async_
 from deuteron.torch.process_sets import ProcessSet
 from deuteron.torch.tensors import CODES, refuse
+
+#: Smaller gradients share an operation, in bytes, until they are so many together.
+SMALL, TOGETHER = 64 << 10, 256 << 10
 
 
 class OrderError(InvalidError, AssertionError):
@@ -67,8 +72,8 @@ class Rules:
 class Place:
     """Where the gradient of one parameter is reduced."""
 
-    #: The view that ``.grad`` is, if gradients lie where they are reduced.
-    view: Tensor | None = None
+    #: Whether the gradient lives there.
+    resident = False
 
     def __init__(self, name: str, parameter: Tensor, rules: Rules) -> None:
         self.name = name
@@ -76,17 +81,19 @@ class Place:
         self.rules = rules
         #: Number among all of the optimizer.
         self.index = 0
-        #: Passes since the last round.
-        self.passes = 0
-        #: What is reduced together with it.
-        self.group: Group | None = None
+        #: With what it is reduced.
+        self.parcel: Parcel
+
+    def bytes(self) -> int:
+        """How many it has to send, if that is known."""
+        raise NotImplementedError
 
     def take(self) -> None:
         """Brings the gradient, or zeros, to where it is reduced."""
         raise NotImplementedError
 
-    def send(self) -> None:
-        """Begins the reduction."""
+    def blank(self) -> None:
+        """Takes part with zeros, without a gradient."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -112,13 +119,40 @@ class Place:
         return gradient.to_dense()
 
 
-@dataclass
-class Group:
-    """Places that are reduced together."""
+class Parcel:
+    """Places that are reduced together, as soon as all of them are ready."""
 
-    members: list[Place] = field(default_factory=list)
-    #: How many of them are ready.
-    ready: int = 0
+    def __init__(self, members: list[Place], wanted: bool = False) -> None:
+        self.members = members
+        #: Whether the user has asked for it.
+        self.wanted = wanted
+        #: Number among all of the optimizer.
+        self.index = 0
+        #: How many are not ready, as a list that hooks can change without looking up an attribute.
+        self.left = [len(members)]
+        #: Gradients that are not in the bucket yet.
+        self.loose: list[tuple[_Resident, Tensor]] = []
+        #: What begins the reduction.
+        self.starts: list[Callable[[], None]] = []
+        #: If it is one place: copies a tensor from an address and begins.
+        self.fill: Callable[[int], None]
+
+    def send(self) -> None:
+        """Begins the reduction; the gradients are where they are reduced, or loose."""
+        if self.loose:
+            torch._foreach_copy_(
+                [place.part for place, _ in self.loose], [place.dense(gradient) for place, gradient in self.loose]
+            )
+            for place, _ in self.loose:
+                place.parameter.grad = place.part
+            self.loose.clear()
+        for start in self.starts:
+            start()
+
+    def reset(self) -> None:
+        """Nobody is ready."""
+        self.left[0] = len(self.members)
+        self.loose.clear()
 
 
 class _Slot(Place):
@@ -127,10 +161,11 @@ class _Slot(Place):
     def __init__(self, name: str, parameter: Tensor, rules: Rules, wire: torch.dtype) -> None:
         super().__init__(name, parameter, rules)
         self.wire = wire
-        self.slots: _core.Slots
-        self.slot = 0
         #: The part of the bucket, as a tensor like the parameter.
         self.part: Tensor
+
+    def bytes(self) -> int:
+        return self.parameter.numel() * self.wire.itemsize
 
     def lay(self, memory: _core.Memory, offset: int) -> None:
         """Finds its part of the bucket."""
@@ -141,16 +176,14 @@ class _Slot(Place):
             # Apart from the flat one: a tensor of its own with a version of its own.
             self.part = part.data
 
-    def send(self) -> None:
-        self.slots.submit(self.slot)
+    def blank(self) -> None:
+        self.part.zero_()
 
 
 class _Resident(_Slot):
     """The gradient lives here."""
 
-    def lay(self, memory: _core.Memory, offset: int) -> None:
-        super().lay(memory, offset)
-        self.view = self.part
+    resident = True
 
     def take(self) -> None:
         gradient, part = self.parameter.grad, self.part
@@ -161,6 +194,11 @@ class _Resident(_Slot):
         else:
             part.copy_(self.dense(gradient))
         self.parameter.grad = part
+
+    def blank(self) -> None:
+        if self.is_kept():
+            self.parameter.grad = self.part.clone()
+        self.part.zero_()
 
     def is_kept(self) -> bool:
         return self.parameter.grad is self.part
@@ -205,11 +243,18 @@ class _Compressed(_Apart):
         self.handle = 0
         self.context: Any = None
 
+    def bytes(self) -> int:
+        return self.parameter.numel() * self.parameter.dtype.itemsize
+
     def take(self) -> None:
         gradient = self.parameter.grad
         self.parameter.grad = torch.zeros_like(self.parameter) if gradient is None else self.dense(gradient)
 
+    def blank(self) -> None:
+        self.take()
+
     def send(self) -> None:
+        """Compresses the gradient and begins its reduction."""
         rules, (prescale, postscale) = self.rules, self.rules.scales
         assert self.parameter.grad is not None
         tensor, self.context = rules.compression.compress(self.parameter.grad)
@@ -260,14 +305,18 @@ class Gradients:
         self.engine = rules.process_set.engine()
         self.passes = passes
         self.places: list[Place] = []
+        self.parcels: list[Parcel] = []
         #: Parameters that need no gradient now; they get a place as soon as they do.
         self.frozen: list[tuple[str, Tensor]] = []
         self.slots: list[_core.Slots] = []
-        #: Buckets that gradients live in.
+        #: Buckets that gradients live in, and the gradients in them.
         self.flats: list[Tensor] = []
+        self.parts: set[int] = set()
         #: Places whose results have to be brought back.
         self.apart: list[Place] = []
-        #: For each place whether its reduction has begun.
+        #: How many backward passes each place has seen in this round.
+        self.seen: list[int] = []
+        #: For each parcel whether its reduction has begun.
         self.sent = bytearray()
         #: Whether all that has begun is over.
         self.over = False
@@ -285,24 +334,36 @@ class Gradients:
         self.frozen += [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         named = [(name, parameter) for name, parameter in named if parameter.requires_grad and parameter.numel() > 0]
         places = [self._make(name, parameter) for name, parameter in reversed(named)]
-        places = _in_groups(places, groups)
-        number = self._agree(places)
+        parcels = make_parcels(places, groups)
+        number = self._agree(places, parcels)
         if number > 0:
             # Another optimizer may have parameters of the same names.
             for place in places:
                 place.name += f"#{number}"
-        buckets: dict[tuple[torch.dtype, type[Place]], list[_Slot]] = {}
-        for place in places:
-            if isinstance(place, _Slot):
-                buckets.setdefault((place.wire, type(place)), []).append(place)
-        for (wire, kind), members in buckets.items():
-            self._lay(wire, members, resident=kind is _Resident)
-        self.apart += [place for place in places if not isinstance(place, _Resident)]
-        for place in places:
-            place.index = len(self.places)
-            self.places.append(place)
+        buckets: dict[tuple[torch.dtype, bool], list[tuple[Parcel, list[_Slot]]]] = {}
+        for parcel in parcels:
+            runs: dict[tuple[torch.dtype, bool], list[_Slot]] = {}
+            for place in parcel.members:
+                place.parcel = parcel
+                if isinstance(place, _Slot):
+                    runs.setdefault((place.wire, place.resident), []).append(place)
+                elif isinstance(place, _Compressed):
+                    parcel.starts.append(place.send)
+            for kind, run in runs.items():
+                buckets.setdefault(kind, []).append((parcel, run))
+        for (wire, resident), content in buckets.items():
+            self._lay(wire, content, resident)
+        for parcel in parcels:
+            parcel.index = len(self.parcels)
+            self.parcels.append(parcel)
             self.sent.append(0)
-            self._hook(place)
+            for place in parcel.members:
+                place.index = len(self.places)
+                self.places.append(place)
+                self.seen.append(0)
+                self._hook(place)
+        self.apart += [place for place in places if not place.resident]
+        self.parts |= {id(place.part) for place in places if isinstance(place, _Resident)}
 
     def _make(self, name: str, parameter: Tensor) -> Place:
         dtype = parameter.dtype
@@ -315,27 +376,38 @@ class Gradients:
         here = wire is dtype and parameter.device.type == "cpu"
         return (_Resident if here else _Staged)(name, parameter, self.rules, wire)
 
-    def _lay(self, wire: torch.dtype, places: Sequence[_Slot], resident: bool) -> None:
-        """Puts places side by side into a new bucket."""
-        real = wire.to_real() if wire.is_complex else wire
-        code, offset, slots = CODES[real], 0, []
-        for place in places:
-            shape = [*place.parameter.shape, *([2] if wire.is_complex else [])]
-            slots.append((f"allreduce.{place.name}", offset, code, shape))
-            offset += place.parameter.numel() * wire.itemsize
+    def _lay(self, wire: torch.dtype, content: Sequence[tuple[Parcel, list[_Slot]]], resident: bool) -> None:
+        """Puts places side by side into a new bucket; what is of one parcel is one slot of it."""
+        code = CODES[wire.to_real() if wire.is_complex else wire]
+        offset, slots, places = 0, [], []
+        for _, run in content:
+            start = offset
+            for place in run:
+                places.append((place, offset))
+                offset += place.bytes()
+            more = f" and {len(run) - 1} more" if len(run) > 1 else ""
+            count = (offset - start) // wire.itemsize
+            shape = [count] if more else [*run[0].parameter.shape]
+            slots.append((f"allreduce.{run[0].name}{more}", start, code, [*shape, *([2] if wire.is_complex else [])]))
         memory = self.engine.bucket(offset)
         made = _core.Slots(self.engine, memory, slots, self.rules.op, *self.rules.scales)
-        for index, (place, slot) in enumerate(zip(places, slots, strict=True)):
-            place.slots, place.slot = made, index
-            place.lay(memory, slot[1])
+        for place, start in places:
+            place.lay(memory, start)
+        for slot, (parcel, _) in enumerate(content):
+            parcel.starts.append(partial(made.submit, slot))
+            if len(parcel.members) == 1:
+                parcel.fill = partial(made.fill, slot)
         self.slots.append(made)
         if resident:
             self.flats.append(torch.frombuffer(memory, dtype=wire))
 
-    def _agree(self, places: Sequence[Place]) -> int:
+    def _agree(self, places: Sequence[Place], parcels: Sequence[Parcel]) -> int:
         """Compares what all ranks are about to lay out, and returns a number for it that is new on all of them."""
         global _layouts
-        lines = [self.rules.words(), *map(_line, reversed(places))]
+        group = {
+            id(place): number for number, parcel in enumerate(parcels) if parcel.wanted for place in parcel.members
+        }
+        lines = [self.rules.words(), *(_line(place, group.get(id(place))) for place in reversed(places))]
         text = "\n".join(lines).encode()
         own = hashlib.sha256(text).digest() + _layouts.to_bytes(8, "little")
         gathered = self._gather(own)
@@ -370,10 +442,9 @@ class Gradients:
     # Hooks
 
     def _hook(self, place: Place) -> None:
-        if isinstance(place, _Resident) and self.passes == 1 and place.group is None:
-            hook = self._quick_hook(place)
-        else:
-            hook = self._any_hook(place)
+        hook = self._any_hook(place)
+        if isinstance(place, _Resident) and self.passes == 1:
+            hook = self._hook_alone(place) if len(place.parcel.members) == 1 else self._hook_together(place)
         owner = _owners.get(place.parameter)
         earlier = owner() if owner else None
         if earlier is not None and earlier is not self:
@@ -382,22 +453,24 @@ class Gradients:
         handle = place.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.handles.append(handle)
 
-    def _quick_hook(self, place: _Resident) -> Callable[[Tensor], None]:
-        """For the common case. It runs once for each parameter and step, so it looks nothing up."""
-        sent, running, begin, again = self.sent, self.running, self._begin, self._again
-        index, slot, part = place.index, place.slot, place.part
-        submit, fill, dtype, strided = place.slots.submit, place.slots.fill, part.dtype, torch.strided
+    # These run once for each parameter and step, so they look nothing up.
+
+    def _hook_alone(self, place: _Resident) -> Callable[[Tensor], None]:
+        """For a parcel of its own."""
+        seen, sent, running, begin, again = self.seen, self.sent, self.running, self._begin, self._again
+        index, parcel, part = place.index, place.parcel.index, place.part
+        (submit,), fill, dtype, strided = place.parcel.starts, place.parcel.fill, part.dtype, torch.strided
         contiguous, strides, simple = part.is_contiguous(), part.stride(), not part.is_complex()
 
         def hook(parameter: Tensor) -> None:
-            if sent[index]:
+            if seen[index]:
                 again(place)
             if not running:
                 begin()
             gradient = parameter.grad
             if gradient is part:
-                sent[index] = 1
-                submit(slot)
+                seen[index] = sent[parcel] = 1
+                submit()
             elif (
                 simple
                 and gradient is not None
@@ -406,42 +479,59 @@ class Gradients:
                 and (gradient.is_contiguous() if contiguous else gradient.stride() == strides)
                 and not gradient.requires_grad
             ):
-                sent[index] = 1
-                fill(slot, gradient.data_ptr())
+                seen[index] = sent[parcel] = 1
+                fill(gradient.data_ptr())
                 parameter.grad = part
             else:
                 place.take()
-                sent[index] = 1
-                submit(slot)
+                seen[index] = sent[parcel] = 1
+                submit()
+
+        return hook
+
+    def _hook_together(self, place: _Resident) -> Callable[[Tensor], None]:
+        """For one of several in a parcel."""
+        seen, sent, running, begin, again = self.seen, self.sent, self.running, self._begin, self._again
+        index, parcel, part = place.index, place.parcel.index, place.part
+        left, loose, send = place.parcel.left, place.parcel.loose, place.parcel.send
+
+        def hook(parameter: Tensor) -> None:
+            if seen[index]:
+                again(place)
+            if not running:
+                begin()
+            seen[index] = 1
+            gradient = parameter.grad
+            if gradient is not part:
+                if gradient is None:
+                    place.take()
+                else:
+                    loose.append((place, gradient))
+            left[0] -= 1
+            if not left[0]:
+                send()
+                sent[parcel] = 1
 
         return hook
 
     def _any_hook(self, place: Place) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            if place.passes >= self.passes:
+            if self.seen[place.index] >= self.passes:
                 self._again(place)
             if not self.running:
                 self._begin()
-            place.passes += 1
-            last = place.passes == self.passes
-            if last or place.view is not None:
+            self.seen[place.index] += 1
+            last = self.seen[place.index] == self.passes
+            if last or place.resident:
                 place.take()
             if last:
-                self._ready(place)
+                parcel = place.parcel
+                parcel.left[0] -= 1
+                if not parcel.left[0]:
+                    parcel.send()
+                    self.sent[parcel.index] = 1
 
         return hook
-
-    def _ready(self, place: Place) -> None:
-        group = place.group
-        if group is None:
-            self.sent[place.index] = 1
-            place.send()
-            return
-        group.ready += 1
-        if group.ready == len(group.members):
-            for member in group.members:
-                self.sent[member.index] = 1
-                member.send()
 
     def set_passes(self, passes: int) -> None:
         """From now on so many backward passes make one round."""
@@ -487,27 +577,46 @@ class Gradients:
     def _end(self) -> None:
         """A backward pass is over (GRADIENT-4)."""
         self.running.clear()
-        if 1 not in self.sent:
-            return
-        if not any(place.parameter.requires_grad for place in self._places(0)):
+        # What is frozen keeps nobody waiting.
+        for parcel in self._parcels(0):
+            waits = any(self._is_awaited(place) for place in parcel.members)
+            if not waits and parcel.left[0] < len(parcel.members):
+                self._complete(parcel)
+        missing = any(place.parameter.requires_grad for parcel in self._parcels(0) for place in parcel.members)
+        if not missing and 1 in self.sent:
             self._wait()
             return
-        for place in self._places(1):
+        for place in self.places:
             gradient = place.parameter.grad
-            if gradient is not None:
+            if self.seen[place.index] == self.passes and gradient is not None:
                 self.versions[place.index] = (id(gradient), gradient._version)
 
-    def _places(self, sent: int) -> Iterable[Place]:
+    def _parcels(self, sent: int) -> Iterable[Parcel]:
         """Those whose reduction has begun, or has not."""
         at = -1
         while (at := self.sent.find(sent, at + 1)) >= 0:
-            yield self.places[at]
+            yield self.parcels[at]
+
+    def _is_awaited(self, place: Place) -> bool:
+        return self.seen[place.index] < self.passes and place.parameter.requires_grad
+
+    def _complete(self, parcel: Parcel) -> None:
+        """Sends a parcel with what there is, and zeros (GRADIENT-3)."""
+        for place in parcel.members:
+            if self.seen[place.index] < self.passes:
+                if place.parameter.requires_grad:
+                    place.take()
+                else:
+                    place.blank()
+        self.over = False
+        self.sent[parcel.index] = 1
+        parcel.send()
 
     def _wait(self) -> None:
         for slots in self.slots:
             slots.wait()
         for place in self.apart:
-            if self.sent[place.index]:
+            if self.sent[place.parcel.index]:
                 place.finish()
         self.over = True
 
@@ -517,7 +626,11 @@ class Gradients:
 
     def is_touched(self) -> bool:
         """Whether a backward pass has been here since the last round."""
-        return 1 in self.sent or any(place.passes for place in self.places)
+        return any(self.seen)
+
+    def is_unfinished(self) -> bool:
+        """Whether there are gradients of this rank that are not those of all ranks yet."""
+        return not self.over and any(self.seen)
 
     def synchronize(self) -> None:
         """Ends the round: afterwards every gradient is that of all ranks."""
@@ -525,16 +638,10 @@ class Gradients:
             self._thaw()
         if not self.over:
             self._check_versions()
-        for place in self._places(0):
-            ready = place.group is not None and place.passes == self.passes
-            if not ready:
-                # Frozen since, so no rank has a gradient for it.
-                if not place.parameter.requires_grad:
-                    continue
-                place.take()
-            self.over = False
-            self.sent[place.index] = 1
-            place.send()
+        for parcel in self._parcels(0):
+            # If all of it is frozen no rank has a gradient for it.
+            if parcel.left[0] < len(parcel.members) or any(place.parameter.requires_grad for place in parcel.members):
+                self._complete(parcel)
         if not self.over:
             self._wait()
         self.reset()
@@ -544,9 +651,9 @@ class Gradients:
             gradient = self.places[index].parameter.grad
             if gradient is not None and (id(gradient), gradient._version) != seen:
                 raise OrderError(
-                    f"the gradient of {self.places[index].name!r} was changed while it was being reduced, because "
-                    "other parameters had no gradient in this backward pass: call optimizer.synchronize() before "
-                    "clipping, unscaling or whatever else changes gradients"
+                    f"the gradient of {self.places[index].name!r} was changed before it was that of all ranks, which "
+                    "takes until synchronize() because other parameters had no gradient in this backward pass: call "
+                    "optimizer.synchronize() before clipping, unscaling or whatever else changes gradients"
                 )
 
     def _thaw(self) -> None:
@@ -559,23 +666,21 @@ class Gradients:
     def reset(self) -> None:
         """The next round begins."""
         self.sent[:] = bytes(len(self.sent))
+        self.seen[:] = itertools.repeat(0, len(self.seen))
         self.over = False
         self.running.clear()
         self.versions.clear()
-        if self.passes > 1 or self.apart or any(place.group for place in self.places):
-            for place in self.places:
-                place.passes = 0
-                if place.group is not None:
-                    place.group.ready = 0
+        for parcel in self.parcels:
+            parcel.reset()
 
     def zero(self, parameters: Iterable[Tensor]) -> None:
         """Zeroes the gradients of all these, whole buckets at once."""
         for flat in self.flats:
             flat.zero_()
-        views = {id(place.view) for place in self.places}
+        parts = self.parts
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or id(gradient) in views:
+            if gradient is None or id(gradient) in parts:
                 continue
             if gradient.grad_fn is not None:
                 gradient.detach_()
@@ -584,35 +689,48 @@ class Gradients:
             gradient.zero_()
 
 
-def _line(place: Place) -> str:
+def _line(place: Place, group: int | None) -> str:
     """What ranks compare of a place."""
     parameter = place.parameter
     dtype = str(parameter.dtype).removeprefix("torch.")
     order = "" if parameter.is_contiguous() else f", strides {list(parameter.stride())}"
-    grouped = "" if place.group is None else f", in a group of {len(place.group.members)}"
+    grouped = "" if group is None else f", group {group}"
     return f"{place.name!r} ({dtype}, {list(parameter.shape)}{order}{grouped})"
 
 
-def _in_groups(places: list[Place], groups: int | Sequence[Sequence[Tensor]]) -> list[Place]:
-    """Marks what is reduced together, and puts it side by side."""
-    if isinstance(groups, int):
-        if groups == 0:
-            return places
-        size, rest = divmod(len(places), groups)
-        ends = [number * size + min(number, rest) for number in range(groups + 1)]
-        wanted = [places[start:end] for start, end in itertools.pairwise(ends)]
-    else:
+def make_parcels(places: Sequence[Place], groups: int | Sequence[Sequence[Tensor]]) -> list[Parcel]:
+    """What is reduced together, in the order in which it becomes ready: what the user wants, and small neighbours."""
+    if not isinstance(groups, int):
         of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
-        wanted = [[] for _ in groups]
+        wanted: dict[int, list[Place]] = {}
         for place in places:
             if id(place.parameter) in of:
-                wanted[of[id(place.parameter)]].append(place)
-    for members in wanted:
-        group = Group(members)
-        for place in members:
-            place.group = group
-    ordered: dict[int, Place] = {}
+                wanted.setdefault(of[id(place.parameter)], []).append(place)
+        free = [place for place in places if id(place.parameter) not in of]
+        return [*(Parcel(members, wanted=True) for members in wanted.values()), *_with_neighbours(free)]
+    if groups > 0:
+        size, rest = divmod(len(places), groups)
+        ends = [number * size + min(number, rest) for number in range(groups + 1)]
+        return [Parcel(list(places[start:end]), wanted=True) for start, end in itertools.pairwise(ends) if start < end]
+    return _with_neighbours(places)
+
+
+def _with_neighbours(places: Sequence[Place]) -> list[Parcel]:
+    """Small ones together, as long as nothing large has to wait for them."""
+    parcels: list[Parcel] = []
+    open_ones: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
-        for member in place.group.members if place.group else [place]:
-            ordered.setdefault(id(member), member)
-    return list(ordered.values())
+        if place.bytes() >= SMALL:
+            parcels.append(Parcel([place]))
+            between = place.bytes()
+        else:
+            between = 0
+            kind = (type(place), getattr(place, "wire", None))
+            members = open_ones.setdefault(kind, [])
+            members.append(place)
+            if sum(member.bytes() for member in members) >= TOGETHER:
+                parcels.append(Parcel(open_ones.pop(kind)))
+        if between >= TOGETHER:
+            parcels += map(Parcel, open_ones.values())
+            open_ones.clear()
+    return parcels + list(map(Parcel, open_ones.values()))

@@ -81,10 +81,10 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if gradients is None:
             super().zero_grad(set_to_none)
             return
-        if gradients.is_on_its_way():
+        if gradients.is_unfinished():
             raise OrderError(
-                "zero_grad() was called after backward() and before step() or synchronize(), while gradients were "
-                "being reduced"
+                "zero_grad() was called after backward() and before step() or synchronize(), while other ranks count "
+                "on these gradients"
             )
         gradients.reset()
         if set_to_none:
@@ -137,7 +137,7 @@ def _before_step(state: _State, optimizer: DistributedOptimizerBase) -> None:
     gradients = _usable(state)
     if gradients is not None:
         if not state.synchronizes:
-            if gradients.is_on_its_way():
+            if gradients.is_unfinished():
                 raise OrderError("step() was called within skip_synchronize(), but synchronize() was not before it")
         elif not state.synchronized or gradients.is_touched():
             optimizer.synchronize()
