@@ -303,26 +303,24 @@ def train(model: nn.Module, reference: nn.Module, step: Step, whole: Step) -> No
 
 @case
 def clipping() -> None:
-    for explicit in (True, False):
-        model, reference = pair()
-        ours, theirs = distributed(model), sgd(reference)
+    model, reference = pair()
+    ours, theirs = distributed(model), sgd(reference)
 
-        def step(rows: Tensor, ours: Any = ours, model: nn.Module = model, explicit: bool = explicit) -> None:
-            ours.zero_grad()
-            loss_of(model(rows)).backward()
-            if explicit:
-                ours.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            with ours.skip_synchronize() if explicit else contextlib.nullcontext():
-                ours.step()
+    def step(rows: Tensor) -> None:
+        ours.zero_grad()
+        loss_of(model(rows)).backward()
+        ours.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with ours.skip_synchronize():
+            ours.step()
 
-        def whole(rows: Tensor, theirs: Any = theirs, reference: nn.Module = reference) -> None:
-            theirs.zero_grad()
-            loss_of(reference(rows)).backward()
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-            theirs.step()
+    def whole(rows: Tensor) -> None:
+        theirs.zero_grad()
+        loss_of(reference(rows)).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        theirs.step()
 
-        train(model, reference, step, whole)
+    train(model, reference, step, whole)
 
 
 @case
@@ -434,17 +432,41 @@ def some_ranks_have_no_gradients_at_all() -> None:
 
 @case
 def gradients_that_change_on_their_way() -> None:
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+
+    def replace(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+    for make in (mlp, wide):
+        for compression in (hvd.Compression.none, hvd.Compression.bf16, Halved):
+            for change in (clip, replace):
+                model, _ = pair(make)
+                optimizer = distributed(model, compression=compression)
+                loss_of(model(own_part(next(batches(1))))).backward()
+                with raises_everywhere(AssertionError, "zero_grad"):
+                    optimizer.zero_grad()
+                with raises_everywhere(InvalidError, "skip_synchronize"), optimizer.skip_synchronize():
+                    optimizer.step()
+                change(model)
+                with raises_everywhere(InvalidError, "synchronize"):
+                    optimizer.step()
+
+
+@case
+def ranks_may_meet_before_the_step() -> None:
+    # One rank has all gradients and the other has not; neither waits for the other before both have met.
     model, _ = pair(Branches)
     optimizer = distributed(model)
-    batch = own_part(next(batches(1)))
-    loss_of(model(batch, "both")).backward()
-    with raises_everywhere(AssertionError, "zero_grad"):
+    for batch in batches(3):
         optimizer.zero_grad()
-    with raises_everywhere(InvalidError, "skip_synchronize"), optimizer.skip_synchronize():
+        loss = loss_of(model(own_part(batch), "both" if hvd.rank() == 0 else "first"))
+        (loss + (model.never(own_part(batch)).sum() if hvd.rank() == 0 else 0)).backward()
+        hvd.allreduce(loss.detach(), name="loss")
         optimizer.step()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
-    with raises_everywhere(InvalidError, "synchronize"):
-        optimizer.step()
+    assert_same_everywhere(model)
 
 
 @case
@@ -506,7 +528,8 @@ def accumulation() -> None:
     with raises_everywhere(AssertionError, "backward_passes_per_step"):
         for _ in range(4):
             loss_of(model(own_part(next(batches(1))))).backward()
-    ours.zero_grad()
+    model, _ = pair()
+    ours = distributed(model, backward_passes_per_step=3)
     # Fewer than announced.
     loss_of(model(own_part(next(batches(1))))).backward()
     ours.step()
@@ -898,7 +921,11 @@ def beginning_again() -> None:
     hvd.shutdown()
     # The memory outlives the engine.
     assert torch.equal(gradient, before)
+    with pytest.raises(InvalidError, match="initialized"):
+        optimizer.step()
     hvd.init()
+    with raises_everywhere(InvalidError, "before the last init"):
+        optimizer.step()
     optimizer = distributed(model)
     optimizer.zero_grad()
     loss_of(model(own_part(next(batches(1))))).backward()

@@ -8,9 +8,8 @@
   operation, which begins when the last of them is ready.
 - GRADIENT-3: every parameter takes part in every round, with zeros where a rank has no gradient for it: which
   parameters a rank uses need not be the same on all ranks.
-- GRADIENT-4: when a backward pass ends and every parameter has taken part, the reductions are waited for. What reads or
-  changes gradients after that, such as clipping or a gradient scaler, has those of all ranks. Otherwise they are on
-  their way until ``synchronize``, and a change in between is an error.
+- GRADIENT-4: no backward pass waits for other ranks. Between it and ``synchronize`` gradients are on their way, and
+  whoever changes them then is told so; nothing is reduced twice.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class Place:
     def finish(self) -> None:
         """Brings the result, which is there, to where the optimizer finds it."""
 
-    def is_kept(self) -> bool:
-        """Whether ``.grad`` is still what the last round has made."""
+    def is_changed(self) -> bool:
+        """Whether somebody has changed the gradient since it was taken."""
         raise NotImplementedError
 
     def dense(self, gradient: Tensor) -> Tensor:
@@ -130,8 +129,8 @@ class Parcel:
         self.index = 0
         #: How many are not ready, as a list that hooks can change without looking up an attribute.
         self.left = [len(members)]
-        #: Gradients that are not in the bucket yet.
-        self.loose: list[tuple[_Resident, Tensor]] = []
+        #: Those whose gradients are not in the bucket yet.
+        self.loose: list[_Resident] = []
         #: What begins the reduction.
         self.starts: list[Callable[[], None]] = []
         #: If it is one place: copies a tensor from an address and begins.
@@ -141,10 +140,11 @@ class Parcel:
         """Begins the reduction; the gradients are where they are reduced, or loose."""
         if self.loose:
             torch._foreach_copy_(
-                [place.part for place, _ in self.loose], [place.dense(gradient) for place, gradient in self.loose]
+                [place.part for place in self.loose], [place.dense(place.held) for place in self.loose]
             )
-            for place, _ in self.loose:
-                place.parameter.grad = place.part
+            for place in self.loose:
+                place.parameter.grad = place.held = place.part
+                place.version = place.part._version
             self.loose.clear()
         for start in self.starts:
             start()
@@ -152,6 +152,8 @@ class Parcel:
     def reset(self) -> None:
         """Nobody is ready."""
         self.left[0] = len(self.members)
+        for place in self.loose:
+            place.held = place.part
         self.loose.clear()
 
 
@@ -184,40 +186,58 @@ class _Resident(_Slot):
     """The gradient lives here."""
 
     resident = True
+    #: The gradient, in the bucket or not yet, and what it looked like when it was ready.
+    held: Tensor
+    version = 0
+
+    def lay(self, memory: _core.Memory, offset: int) -> None:
+        super().lay(memory, offset)
+        self.held = self.part
 
     def take(self) -> None:
         gradient, part = self.parameter.grad, self.part
-        if gradient is part:
-            return
-        if gradient is None:
-            part.zero_()
-        else:
-            part.copy_(self.dense(gradient))
-        self.parameter.grad = part
+        if gradient is not part:
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(self.dense(gradient))
+            self.parameter.grad = part
+        self.version = part._version
 
     def blank(self) -> None:
-        if self.is_kept():
+        if self.parameter.grad is self.part:
             self.parameter.grad = self.part.clone()
         self.part.zero_()
+        self.version = self.part._version
 
-    def is_kept(self) -> bool:
-        return self.parameter.grad is self.part
+    def is_changed(self) -> bool:
+        gradient = self.parameter.grad
+        return gradient is not None and (gradient is not self.held or gradient._version != self.version)
 
 
 class _Apart(Place):
     """The gradient lives elsewhere."""
 
-    last: weakref.ref[Tensor] | None = None
+    taken: tuple[weakref.ref[Tensor], int] | None = None
 
-    def is_kept(self) -> bool:
-        return self.last is not None and self.parameter.grad is self.last()
+    def remember(self) -> None:
+        """So that a change is seen."""
+        gradient = self.parameter.grad
+        self.taken = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def is_changed(self) -> bool:
+        gradient = self.parameter.grad
+        if gradient is None or self.taken is None:
+            return False
+        taken, version = self.taken
+        return gradient is not taken() or gradient._version != version
 
     def result(self) -> Tensor:
         """Where the result goes."""
+        self.taken = None
         gradient = self.parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             gradient = self.parameter.grad = torch.empty_like(self.parameter)
-        self.last = weakref.ref(gradient)
         return gradient
 
 
@@ -230,6 +250,7 @@ class _Staged(_Apart, _Slot):
             self.part.zero_()
         else:
             self.part.copy_(self.dense(gradient))
+        self.remember()
 
     def finish(self) -> None:
         self.result().copy_(self.part)
@@ -249,6 +270,7 @@ class _Compressed(_Apart):
     def take(self) -> None:
         gradient = self.parameter.grad
         self.parameter.grad = torch.zeros_like(self.parameter) if gradient is None else self.dense(gradient)
+        self.remember()
 
     def blank(self) -> None:
         self.take()
@@ -318,12 +340,6 @@ class Gradients:
         self.seen: list[int] = []
         #: For each parcel whether its reduction has begun.
         self.sent = bytearray()
-        #: Whether all that has begun is over.
-        self.over = False
-        #: Whether a backward pass runs, as a list that hooks can look at without looking up an attribute.
-        self.running: list[bool] = []
-        #: What gradients on their way looked like when the backward pass ended.
-        self.versions: dict[int, tuple[int, int]] = {}
         self.handles: list[RemovableHandle] = []
         self.detached = False
 
@@ -457,17 +473,15 @@ class Gradients:
 
     def _hook_alone(self, place: _Resident) -> Callable[[Tensor], None]:
         """For a parcel of its own."""
-        seen, sent, running, begin, again = self.seen, self.sent, self.running, self._begin, self._again
-        index, parcel, part = place.index, place.parcel.index, place.part
+        seen, sent, index, parcel, part = self.seen, self.sent, place.index, place.parcel.index, place.part
         (submit,), fill, dtype, strided = place.parcel.starts, place.parcel.fill, part.dtype, torch.strided
         contiguous, strides, simple = part.is_contiguous(), part.stride(), not part.is_complex()
 
         def hook(parameter: Tensor) -> None:
             if seen[index]:
-                again(place)
-            if not running:
-                begin()
+                raise _once_more(place)
             gradient = parameter.grad
+            place.version = part._version
             if gradient is part:
                 seen[index] = sent[parcel] = 1
                 submit()
@@ -491,22 +505,21 @@ class Gradients:
 
     def _hook_together(self, place: _Resident) -> Callable[[Tensor], None]:
         """For one of several in a parcel."""
-        seen, sent, running, begin, again = self.seen, self.sent, self.running, self._begin, self._again
-        index, parcel, part = place.index, place.parcel.index, place.part
+        seen, sent, index, parcel, part = self.seen, self.sent, place.index, place.parcel.index, place.part
         left, loose, send = place.parcel.left, place.parcel.loose, place.parcel.send
 
         def hook(parameter: Tensor) -> None:
             if seen[index]:
-                again(place)
-            if not running:
-                begin()
+                raise _once_more(place)
             seen[index] = 1
             gradient = parameter.grad
-            if gradient is not part:
-                if gradient is None:
-                    place.take()
-                else:
-                    loose.append((place, gradient))
+            if gradient is part:
+                place.version = part._version
+            elif gradient is not None:
+                place.held, place.version = gradient, gradient._version
+                loose.append(place)
+            else:
+                place.take()
             left[0] -= 1
             if not left[0]:
                 send()
@@ -517,9 +530,7 @@ class Gradients:
     def _any_hook(self, place: Place) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             if self.seen[place.index] >= self.passes:
-                self._again(place)
-            if not self.running:
-                self._begin()
+                raise _once_more(place)
             self.seen[place.index] += 1
             last = self.seen[place.index] == self.passes
             if last or place.resident:
@@ -536,7 +547,7 @@ class Gradients:
     def set_passes(self, passes: int) -> None:
         """From now on so many backward passes make one round."""
         if self.is_on_its_way():
-            raise OrderError("set_backward_passes_per_step() was called between backward() and step()")
+            raise OrderError("set_backward_passes_per_step() was called after backward() and before step()")
         self.reset()
         self.passes = passes
         self._unhook()
@@ -557,48 +568,11 @@ class Gradients:
 
     # Rounds
 
-    def _again(self, place: Place) -> None:
-        """A gradient comes once more than expected.
-
-        That is all right if there was no step but the last gradients were dropped, which a scaler that has found
-        infinities and ``model.zero_grad()`` do.
-        """
-        if not self.over or place.is_kept():
-            raise OrderError(
-                f"the gradient of {place.name!r} was computed more than backward_passes_per_step times before step(): "
-                "increase backward_passes_per_step to accumulate gradients locally, or call zero_grad() to drop them"
-            )
-        self.reset()
-
-    def _begin(self) -> None:
-        self.running.append(True)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        """A backward pass is over (GRADIENT-4)."""
-        self.running.clear()
-        # What is frozen keeps nobody waiting.
-        for parcel in self._parcels(0):
-            waits = any(self._is_awaited(place) for place in parcel.members)
-            if not waits and parcel.left[0] < len(parcel.members):
-                self._complete(parcel)
-        missing = any(place.parameter.requires_grad for parcel in self._parcels(0) for place in parcel.members)
-        if not missing and 1 in self.sent:
-            self._wait()
-            return
-        for place in self.places:
-            gradient = place.parameter.grad
-            if self.seen[place.index] == self.passes and gradient is not None:
-                self.versions[place.index] = (id(gradient), gradient._version)
-
     def _parcels(self, sent: int) -> Iterable[Parcel]:
         """Those whose reduction has begun, or has not."""
         at = -1
         while (at := self.sent.find(sent, at + 1)) >= 0:
             yield self.parcels[at]
-
-    def _is_awaited(self, place: Place) -> bool:
-        return self.seen[place.index] < self.passes and place.parameter.requires_grad
 
     def _complete(self, parcel: Parcel) -> None:
         """Sends a parcel with what there is, and zeros (GRADIENT-3)."""
@@ -608,53 +582,47 @@ class Gradients:
                     place.take()
                 else:
                     place.blank()
-        self.over = False
         self.sent[parcel.index] = 1
         parcel.send()
 
-    def _wait(self) -> None:
-        for slots in self.slots:
-            slots.wait()
-        for place in self.apart:
-            if self.sent[place.parcel.index]:
-                place.finish()
-        self.over = True
-
     def is_on_its_way(self) -> bool:
         """Whether the engine works on gradients."""
-        return 1 in self.sent and not self.over
+        return 1 in self.sent
 
     def is_touched(self) -> bool:
         """Whether a backward pass has been here since the last round."""
         return any(self.seen)
 
-    def is_unfinished(self) -> bool:
-        """Whether there are gradients of this rank that are not those of all ranks yet."""
-        return not self.over and any(self.seen)
-
     def synchronize(self) -> None:
         """Ends the round: afterwards every gradient is that of all ranks."""
+        self.check()
         if self.frozen:
             self._thaw()
-        if not self.over:
-            self._check_versions()
+        seen, passes = self.seen, self.passes
+        for place in self.places:
+            if seen[place.index] == passes and place.is_changed():
+                raise OrderError(
+                    f"the gradient of {place.name!r} was changed after backward(), before it was that of all ranks: "
+                    "call synchronize() before clipping, unscaling or whatever else changes gradients, and step() "
+                    "within skip_synchronize()"
+                )
         for parcel in self._parcels(0):
             # If all of it is frozen no rank has a gradient for it.
             if parcel.left[0] < len(parcel.members) or any(place.parameter.requires_grad for place in parcel.members):
                 self._complete(parcel)
-        if not self.over:
-            self._wait()
+        for slots in self.slots:
+            slots.wait()
+        for place in self.apart:
+            if self.sent[place.parcel.index]:
+                place.finish()
         self.reset()
 
-    def _check_versions(self) -> None:
-        for index, seen in self.versions.items():
-            gradient = self.places[index].parameter.grad
-            if gradient is not None and (id(gradient), gradient._version) != seen:
-                raise OrderError(
-                    f"the gradient of {self.places[index].name!r} was changed before it was that of all ranks, which "
-                    "takes until synchronize() because other parameters had no gradient in this backward pass: call "
-                    "optimizer.synchronize() before clipping, unscaling or whatever else changes gradients"
-                )
+    def check(self) -> None:
+        """Refuses to go on where nothing would come of it."""
+        if self.detached:
+            raise InvalidError("another DistributedOptimizer has taken over parameters of this one: use that one")
+        if self.rules.process_set.engine() is not self.engine:
+            raise InvalidError("this DistributedOptimizer was made before the last init(): make it anew")
 
     def _thaw(self) -> None:
         """Gives places to parameters that were frozen and need gradients now."""
@@ -667,9 +635,6 @@ class Gradients:
         """The next round begins."""
         self.sent[:] = bytes(len(self.sent))
         self.seen[:] = itertools.repeat(0, len(self.seen))
-        self.over = False
-        self.running.clear()
-        self.versions.clear()
         for parcel in self.parcels:
             parcel.reset()
 
@@ -687,6 +652,13 @@ class Gradients:
             else:
                 gradient.requires_grad_(False)
             gradient.zero_()
+
+
+def _once_more(place: Place) -> OrderError:
+    return OrderError(
+        f"the gradient of {place.name!r} was computed more than backward_passes_per_step times before step(): increase "
+        "backward_passes_per_step to accumulate gradients locally"
+    )
 
 
 def _line(place: Place, group: int | None) -> str:

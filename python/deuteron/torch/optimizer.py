@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +45,23 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     _deuteron: _State
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As PyTorch's."""
+        gradients = self._deuteron.gradients if _STATE in self.__dict__ else None
+        # A gradient scaler looks for infinities, and scales, before it steps: by then gradients are those of all ranks,
+        # so that all ranks find the same. It gets to them through here.
+        if gradients is not None and gradients.is_touched() and self._deuteron.synchronizes:
+            reader = sys._getframe(1).f_globals.get("__name__")
+            if reader == "torch.amp.grad_scaler":
+                self.synchronize()
+        found: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return found
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes there are before each step."""
         return self._deuteron.passes
@@ -81,12 +99,12 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if gradients is None:
             super().zero_grad(set_to_none)
             return
-        if gradients.is_unfinished():
+        if gradients.is_touched():
             raise OrderError(
                 "zero_grad() was called after backward() and before step() or synchronize(), while other ranks count "
                 "on these gradients"
             )
-        gradients.reset()
+        self._deuteron.synchronized = False
         if set_to_none:
             super().zero_grad(set_to_none=True)
         else:
@@ -123,8 +141,8 @@ def _new(kind: type, *arguments: Any) -> Any:
 
 
 def _usable(state: _State) -> Gradients | None:
-    if state.gradients is not None and state.gradients.detached:
-        raise InvalidError("another DistributedOptimizer has taken over parameters of this one: use that one")
+    if state.gradients is not None:
+        state.gradients.check()
     return state.gradients
 
 
@@ -137,11 +155,10 @@ def _before_step(state: _State, optimizer: DistributedOptimizerBase) -> None:
     gradients = _usable(state)
     if gradients is not None:
         if not state.synchronizes:
-            if gradients.is_unfinished():
+            if gradients.is_touched():
                 raise OrderError("step() was called within skip_synchronize(), but synchronize() was not before it")
         elif not state.synchronized or gradients.is_touched():
             optimizer.synchronize()
-        gradients.reset()
     state.synchronized = False
     if state.original is not None:
         # A scheduler that was made for it warns if it was never stepped.
@@ -186,7 +203,6 @@ def _of_all_ranks(optimizer: DistributedOptimizerBase, closure: Callable[[], Any
         if state.gradients is None or not state.synchronizes:
             return loss
         optimizer.synchronize()
-        state.gradients.reset()
         if not isinstance(loss, (Tensor, float, int)):
             return loss
         own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
