@@ -965,6 +965,39 @@ def alone() -> None:
         assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
 
 
+def on_a_gpu() -> None:
+    """Gradients stay on the device and travel through host memory."""
+    torch.set_num_threads(1)
+    hvd.init()
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    for compression in (hvd.Compression.none, hvd.Compression.bf16, Halved):
+        for fused in (False, True):
+            model, reference = pair(dtype=torch.float32)
+            # Some of it stays on the CPU.
+            model[0].to("cuda")
+            model[2].to("cuda")
+            inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+            ours = hvd.DistributedOptimizer(inner, model.named_parameters(), compression=compression)
+            theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+            for number, batch in enumerate(batches(4, dtype=torch.float32)):
+                ours.zero_grad(set_to_none=number % 2 == 0)
+                hidden = model[1](model[0](own_part(batch).cuda()))
+                loss_of(model[4](model[3](model[2](hidden)).cpu())).backward()
+                ours.step()
+                assert all(parameter.grad.device == parameter.device for parameter in model.parameters())
+                theirs.zero_grad()
+                loss_of(reference(batch)).backward()
+                theirs.step()
+            exact = compression is not hvd.Compression.bf16
+            assert_close(model.cpu(), reference, rtol=1e-3 if exact else 0.2, atol=1e-4 if exact else 2e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.timeout(200)
+def test_on_a_gpu() -> None:
+    on_ranks(2, on_a_gpu)
+
+
 def test_parcels_keep_the_order_and_small_ones_are_together() -> None:
     rules = gradients.Rules(hvd.global_process_set, hvd.Compression.none, hvd.Average, 1.0, False)
 
