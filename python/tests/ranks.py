@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import deuteron
 
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent
+# The one that is tested: installed, or on the path.
+PACKAGE = Path(deuteron.__file__).resolve().parents[1]
 
 
 class RankError(AssertionError):
