@@ -12,6 +12,7 @@ import inspect
 import io
 import os
 import pickle
+import random
 import signal
 import time
 import warnings
@@ -467,6 +468,41 @@ def ranks_may_meet_before_the_step() -> None:
         hvd.allreduce(loss.detach(), name="loss")
         optimizer.step()
     assert_same_everywhere(model)
+
+
+@case
+def ranks_use_parameters_at_random() -> None:
+    # Every rank draws the same numbers, so each knows what all have done.
+    for options in ({}, {"groups": 5}, {"compression": hvd.Compression.bf16}, {"backward_passes_per_step": 2}):
+        draw = random.Random(5)
+        shapes, types = [(3,), (50, 7), (300, 100), (), (128, 256)], [torch.float32, torch.float64, torch.bfloat16]
+        parameters = [nn.Parameter(torch.zeros(draw.choice(shapes), dtype=draw.choice(types))) for _ in range(30)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), op=hvd.Sum, **options)
+        passes = optimizer.backward_passes_per_step
+        for step in range(60):
+            often, drop = draw.choice([0.7, 1.0, 1.0]), draw.choice([True, False, None])
+            used = [[[draw.random() < often for _ in parameters] for _ in range(passes)] for _ in range(hvd.size())]
+            meet, early = draw.random() < 0.3, draw.random() < 0.3
+            if drop is None:
+                for parameter in parameters:
+                    parameter.grad = None
+            else:
+                optimizer.zero_grad(set_to_none=drop)
+            for use in used[hvd.rank()]:
+                chosen = [index for index, is_used in enumerate(use) if is_used]
+                random.shuffle(chosen)
+                sums = [parameters[index].sum().double() * ((step + index) % 5 + hvd.rank()) for index in chosen]
+                torch.stack(sums).sum().backward()
+                if meet:
+                    hvd.allreduce(torch.ones(1), name="meet")
+            if early:
+                optimizer.synchronize()
+            optimizer.step()
+            for index, parameter in enumerate(parameters):
+                uses = [rank for rank, of_rank in enumerate(used) for use in of_rank if use[index]]
+                expected = sum((step + index) % 5 + rank for rank in uses)
+                assert parameter.grad is not None
+                assert bool((parameter.grad == expected).all()), (options, step, index)
 
 
 @case
