@@ -129,10 +129,13 @@ pub(crate) unsafe fn canonical_bool(buffer: *mut u8, len: usize) {
 pub(crate) unsafe fn hand_over(from: *const u8, to: *mut u8, bytes: usize) {
     let mut done = 0;
     #[cfg(target_arch = "x86_64")]
-    if bytes > 4096 && to.addr().is_multiple_of(64) {
+    if bytes > 4096 {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+        done = to.addr().next_multiple_of(64) - to.addr();
+        // SAFETY: less than a line of both.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, done) };
         while done + 64 <= bytes {
-            // SAFETY: 64 bytes are left on both sides, and `to` is aligned. SSE2 is part of the architecture.
+            // SAFETY: 64 bytes are left on both sides, and `to` is aligned there. SSE2 is part of the architecture.
             unsafe {
                 let line: [__m128i; 4] = std::array::from_fn(|part| {
                     _mm_loadu_si128(from.add(done).cast::<__m128i>().add(part))

@@ -281,7 +281,6 @@ impl Memory {
 
 struct Slot {
     prepared: Prepared,
-    address: usize,
     bytes: usize,
 }
 
@@ -307,9 +306,7 @@ impl Slots {
             .ok_or_else(|| PyIndexError::new_err(format!("there is no slot {slot}")))
     }
 
-    fn start(&self, slot: &Slot) -> PyResult<()> {
-        // SAFETY: the slot lies in memory that this object keeps, and Python leaves it alone until it has waited.
-        let receipt = unsafe { self.engine.submit_prepared(&slot.prepared) };
+    fn note(&self, receipt: room::Result<Receipt>) -> PyResult<()> {
         self.waiting().push(receipt.map_err(|error| collective(&error))?);
         Ok(())
     }
@@ -341,7 +338,7 @@ impl Slots {
                 ..wanted(Some(&name), Kind::AllReduce)
             });
             let prepared = prepared.map_err(|error| collective(&error))?;
-            Ok(Slot { prepared, address: start + offset, bytes: length })
+            Ok(Slot { prepared, bytes: length })
         };
         let slots = slots.into_iter().map(place).collect::<PyResult<Vec<_>>>()?;
         let (engine, waiting) = (Arc::clone(&engine.0), Mutex::default());
@@ -349,22 +346,15 @@ impl Slots {
     }
 
     fn submit(&self, slot: usize) -> PyResult<()> {
-        self.start(self.slot(slot)?)
+        // SAFETY: the slot lies in memory that this object keeps, and Python leaves it alone until it has waited.
+        self.note(unsafe { self.engine.submit_prepared(&self.slot(slot)?.prepared) })
     }
 
     fn fill(&self, py: Python<'_>, slot: usize, address: usize) -> PyResult<()> {
-        let slot = self.slot(slot)?;
-        let (target, bytes) = (slot.address, slot.bytes);
-        let copy = || {
-            // SAFETY: the slot is the object's own, and the caller's tensor has its type and shape and lives elsewhere.
-            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, target as *mut u8, bytes) }
-        };
-        if bytes >= LONG_COPY {
-            py.detach(copy);
-        } else if bytes > 0 {
-            copy();
-        }
-        self.start(slot)
+        let Slot { prepared, bytes } = self.slot(slot)?;
+        // SAFETY: as above, and the caller's tensor has the slot's type and shape and lies elsewhere.
+        let fill = || unsafe { self.engine.fill(prepared, address as *const u8) };
+        self.note(if *bytes < LONG_COPY { fill() } else { py.detach(fill) })
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<()> {

@@ -39,6 +39,7 @@ use crate::{
     error::{Error, FailureKind, Result, seconds},
     fork,
     health::Health,
+    kernel,
 };
 use progress::{Progress, Watched};
 use rustix::{
@@ -68,6 +69,9 @@ const GRACE: Duration = Duration::from_millis(2);
 
 /// How long the thread leaves to a user's thread what is ready to run.
 const HEAD_START: Duration = Duration::from_micros(50);
+
+/// From here on what is copied goes past the cache.
+const LONG_COPY: usize = 256 << 10;
 
 /// How long a report may take.
 const REPORT_TIME: Duration = Duration::from_secs(3);
@@ -956,6 +960,25 @@ impl Engine {
     /// As for [`Self::submit`].
     #[inline]
     pub unsafe fn submit_prepared(&self, prepared: &Prepared) -> Result<Receipt> {
+        self.shared.submit_prepared(prepared)
+    }
+
+    /// Copies elements into the only tensor of what has been prepared, and submits it.
+    ///
+    /// # Safety
+    /// As for [`Self::submit`]; and `from` is valid for reads of as many elements, somewhere else.
+    #[inline]
+    pub unsafe fn fill(&self, prepared: &Prepared, from: *const u8) -> Result<Receipt> {
+        let (to, bytes) = prepared.place();
+        // SAFETY: the caller's contract.
+        unsafe {
+            match bytes {
+                // Peers read it next, and this core does not soon.
+                LONG_COPY.. => kernel::hand_over(from, to, bytes),
+                1.. => ptr::copy_nonoverlapping(from, to, bytes),
+                0 => {}
+            }
+        }
         self.shared.submit_prepared(prepared)
     }
 

@@ -101,6 +101,14 @@ impl Prepared {
         })
     }
 
+    /// Its only tensor and the bytes of that; nothing if it has several.
+    pub(super) fn place(&self) -> (*mut u8, usize) {
+        match &self.tensors[..] {
+            [one] => (one.data, one.shape.count() * one.dtype.size()),
+            _ => (ptr::null_mut(), 0),
+        }
+    }
+
     fn submission(&self) -> Submission<'_> {
         Submission {
             name: Some(&self.name),
