@@ -583,7 +583,6 @@ def test_at_the_prompt(marked: Marked, flags: list[str]) -> None:
 
 def test_in_a_notebook(marked: Marked) -> None:
     # What IPython does with a cell: it is run in a main module that has no file.
-    pytest.importorskip("IPython")
     source = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
