@@ -20,7 +20,6 @@ _LEFT_OUT = {
     "hostfile": "functions run on this machine: start a script on several hosts with deuteron run --hosts",
     "ssh_port": "functions run on this machine",
     "ssh_identity_file": "functions run on this machine",
-    "output_filename": "pass files as stdout and stderr to deuteron.run, or use deuteron run --output",
     "use_mpi": "MPI is not used",
     "mpi_args": "MPI is not used",
 }
@@ -37,6 +36,7 @@ def run(
     verbose: int | None = None,
     executable: str | None = None,
     reset_limit: int | None = None,
+    output_filename: str | None = None,
     **others: Any,
 ) -> list[T]:
     """Runs ``func`` on ``np`` processes and returns their results in rank order.
@@ -60,6 +60,7 @@ def run(
         verbose=1 if verbose is None else verbose,
         executable=executable,
         restarts=reset_limit or 0,
+        output=output_filename,
     )
 
 
