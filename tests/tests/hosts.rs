@@ -262,6 +262,8 @@ fn a_whole_host_is_killed() {
     let Some(hosts) = Hosts::new(2) else { return };
     let ranks = plan(&hosts, &layout, true).with("fork").with("len=1000").start_and_meet();
     ranks[1].round(8);
+    // Else it may have ended of its neighbour's death before its own.
+    ranks[1].signal(Signal::STOP);
     let event = ranks[0].signal(Signal::KILL);
     ranks[1].signal(Signal::KILL);
     let host = format!(" on {}", ranks[0].host);
