@@ -267,6 +267,8 @@ fn several_ranks_die_at_once() {
     for way in WAYS {
         let ranks = Plan::new(RANK, 4).with("len=1000").with(way).start_and_meet();
         ranks[3].round(8);
+        // Else it may have ended of the other's death before its own.
+        ranks[3].signal(Signal::STOP);
         let event = ranks[0].signal(Signal::KILL);
         ranks[3].signal(Signal::KILL);
         for failed in all_fail(&ranks, &[0, 3], event, AT_ONCE, |_| vec!["was lost during".into()])
