@@ -74,7 +74,9 @@ pub struct Thresholds {
     pub tree: usize,
     /// Where hosts have several ranks, whole vectors between them up to this.
     pub tiered_whole: usize,
-    /// Chunk of what is divided among the ranks of a host; 512 KiB at most.
+    /// What is divided among the ranks of a host goes at once up to this; 4 MiB at most.
+    pub tiered_once: usize,
+    /// Chunk of it above that; 2 MiB at most.
     pub tiered_chunk: usize,
 }
 
@@ -90,6 +92,7 @@ impl Default for Thresholds {
             halving: 512 << 10,
             tree: 64 << 10,
             tiered_whole: 10 << 10,
+            tiered_once: 4 << 20,
             tiered_chunk: 512 << 10,
         }
     }
@@ -124,7 +127,7 @@ pub fn choose(
     let Topology { ranks, shared, cores, tiered } = *topology;
     let crowded = ranks > cores;
     let (one_shot, chunk) = if tiered {
-        (0, thresholds.tiered_chunk)
+        (0, if bytes <= thresholds.tiered_once { bytes } else { thresholds.tiered_chunk })
     } else if crowded {
         (thresholds.one_shot_crowded, thresholds.chunk_crowded)
     } else {

@@ -23,8 +23,10 @@ use std::{ops::Range, sync::Arc};
 /// Chunks that are staged at a time: one whose results are taken, one whose results arrive, one on its way out; a power
 /// of two divides both stages.
 const SLOTS: usize = 4;
-/// The largest chunk.
+/// The largest chunk of several.
 const SLOT_BYTES: usize = 2 * STAGE_BYTES / SLOTS;
+/// Bytes that are handed around a host at a time; a larger part of a stage would not stay in the cache.
+const WINDOW: usize = 1 << 20;
 
 pub(crate) struct Tiered {
     arena: Arena,
@@ -134,7 +136,12 @@ impl Tiered {
     ) -> Result<()> {
         let reduction = ticket.call.reduction;
         let (bytes, size) = (ticket.call.bytes(), ticket.call.dtype.size());
-        let chunk = (plan.chunk.min(SLOT_BYTES) / size).max(1) * size;
+        // What goes at once needs no slots beside it: it may have a whole stage.
+        let (slots, most) = match bytes {
+            ..=STAGE_BYTES if bytes <= plan.chunk => (2, STAGE_BYTES),
+            _ => (SLOTS, plan.chunk.min(SLOT_BYTES)),
+        };
+        let chunk = (most / size).max(1) * size;
         let chunks: Vec<Range<usize>> = (0..bytes.div_ceil(chunk))
             .map(|index| index * chunk..((index + 1) * chunk).min(bytes))
             .collect();
@@ -148,7 +155,7 @@ impl Tiered {
             chunk.start + range.start * size..chunk.start + range.end * size
         };
         let shares: Vec<Range<usize>> = chunks.iter().map(share).collect();
-        let slots = Slots { chunk, bytes: SLOT_BYTES, count: SLOTS, first: 0 };
+        let slots = Slots { chunk, bytes: 2 * STAGE_BYTES / slots, count: slots, first: 0 };
         let (chunks, prescale, memory) = (&chunks, reduction.prescale, None);
         let mut host =
             Host { arena, tensor, place, chunks, shares: &shares, slots, prescale, memory };
@@ -271,7 +278,7 @@ impl Tiered {
             return Ok(());
         }
         let (bytes, lanes) = (tensor.len(), self.layout.lanes());
-        let chunk = plan.chunk.min(STAGE_BYTES);
+        let chunk = plan.chunk.min(WINDOW);
         for begin in (0..bytes).step_by(chunk) {
             let chunk = begin..(begin + chunk).min(bytes);
             let mut shares: Vec<Vec<Range<usize>>> = (0..lanes)
@@ -324,7 +331,7 @@ impl Tiered {
         let longest = lists.iter().map(total).max().unwrap_or(0);
         let mut done = 0;
         loop {
-            for (at, range) in window(&lists[arena.me()], done, STAGE_BYTES) {
+            for (at, range) in window(&lists[arena.me()], done, WINDOW) {
                 // SAFETY: inside the tensor and the next stage, which is free (TICK-2).
                 unsafe {
                     kernel::hand_over(
@@ -336,7 +343,7 @@ impl Tiered {
             }
             arena.meet(ticket, Location::PLAIN)?;
             for peer in arena.others() {
-                for (at, range) in window(&lists[peer], done, STAGE_BYTES) {
+                for (at, range) in window(&lists[peer], done, WINDOW) {
                     // SAFETY: the peer has staged it for this tick, and leaves it until this rank's next.
                     unsafe {
                         let from = arena.stage(peer).add(at);
@@ -344,7 +351,7 @@ impl Tiered {
                     }
                 }
             }
-            done += STAGE_BYTES;
+            done += WINDOW;
             if done >= longest {
                 return Ok(());
             }
@@ -377,7 +384,7 @@ impl Host<'_> {
 
     /// The first chunk goes where the next tick's stage is, which is free (TICK-2).
     fn stage_first(&mut self) {
-        self.slots.first = self.arena.next_parity() * SLOTS / 2;
+        self.slots.first = self.arena.next_parity() * self.slots.count / 2;
         self.stage(0);
     }
 

@@ -16,7 +16,6 @@ use crate::{
     Group,
     error::Result,
     plan::{Thresholds, Topology},
-    shm::segment::STAGE_BYTES,
 };
 use std::{fmt, path::PathBuf};
 
@@ -103,7 +102,7 @@ pub struct Constants {
 
 impl Constants {
     /// Chunks that are tried.
-    pub const CHUNKS: [usize; 4] = [128 << 10, 256 << 10, 512 << 10, STAGE_BYTES];
+    pub const CHUNKS: [usize; 4] = [128 << 10, 256 << 10, 512 << 10, 1 << 20];
 
     const UNKNOWN_COST: Cost = Cost { fixed: f64::NAN, byte: f64::NAN };
     const UNKNOWN_CONTEST: Contest =

@@ -337,6 +337,7 @@ fn tiny() -> Thresholds {
         halving: 900,
         tree: 260,
         tiered_whole: 200,
+        tiered_once: 528,
         tiered_chunk: 264,
     }
 }

@@ -9,8 +9,9 @@ use crate::{
 use rustix::{fd::OwnedFd, io};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// Bytes of one staging buffer; the largest chunk that the copying algorithms use.
-pub(crate) const STAGE_BYTES: usize = 1 << 20;
+/// Bytes of one staging buffer; the largest chunk that the copying algorithms use. Pages that are never used are never
+/// there.
+pub(crate) const STAGE_BYTES: usize = 4 << 20;
 
 /// At the start of the mapping. All zeros is its initial state.
 #[repr(C)]
