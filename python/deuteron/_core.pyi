@@ -89,9 +89,14 @@ class Job:
         payload: bytes,
         stdout_is_terminal: bool = False,
         stderr_width: int | None = None,
+        invited: bool = False,
     ) -> Job:
         """Starts what ``settings``, the words of ``deuteron run``, ask for: ``command`` in every task, with
-        ``payload`` for all. ``InvalidError`` if they make no sense, before anything has started."""
+        ``payload`` for all. ``InvalidError`` if they make no sense, before anything has started. With ``invited``,
+        agents come by themselves, one for each task."""
+    def invitation(self, timeout: float) -> tuple[int, str] | None:
+        """The next agent that is wanted, by its number, and the line that it has to find on its standard input, which
+        then stays open; the line is the key to the job. ``None`` after a while without one."""
     def output(self, timeout: float) -> list[tuple[bool, bytes]] | None:
         """What is to be shown, and whether it goes to standard error: as soon as there is something, or after a while
         nothing. ``None`` when the job is over."""

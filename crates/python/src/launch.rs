@@ -17,7 +17,7 @@ use std::{
     collections::VecDeque,
     ffi::OsString,
     io::{self, Write},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -34,6 +34,7 @@ struct Job {
     show: Arc<Mutex<embedded::Show>>,
     shown: Arc<Shown>,
     running: Mutex<Option<JoinHandle<Result<Outcome>>>>,
+    invitations: Mutex<mpsc::Receiver<(usize, String)>>,
 }
 
 /// What Python is to show.
@@ -101,7 +102,8 @@ type Piece<'py> = (bool, Bound<'py, PyBytes>);
 impl Job {
     /// Starts what `settings`, the words of `deuteron run`, ask for: `command` in every task, with `payload` for all.
     #[new]
-    #[pyo3(signature = (settings, command, agent, payload, stdout_is_terminal=false, stderr_width=None))]
+    /// With `invited`, agents come by themselves: see `invitations`.
+    #[pyo3(signature = (settings, command, agent, payload, stdout_is_terminal=false, stderr_width=None, invited=false))]
     fn new(
         settings: Vec<OsString>,
         command: Vec<OsString>,
@@ -109,6 +111,7 @@ impl Job {
         payload: &[u8],
         stdout_is_terminal: bool,
         stderr_width: Option<usize>,
+        invited: bool,
     ) -> PyResult<Self> {
         let shown = Arc::<Shown>::default();
         let screen = Screen {
@@ -119,14 +122,25 @@ impl Job {
         };
         let (mut job, show) = embedded::job(agent, &settings, &command, screen).map_err(invalid)?;
         job.payload = payload.into();
+        let (invite, invitations) = mpsc::channel();
+        if invited {
+            job.hosts = deuteron_gang::Job::invited(job.tasks, [""]).hosts;
+        }
         let (control, show) = (Control::default(), Arc::new(Mutex::new(show)));
         let (reins, printer, way, end) =
             (control.clone(), Arc::clone(&show), Arc::clone(&shown), Arc::clone(&shown));
         let supervise = move || {
-            let outcome = supervisor::run(job, &reins, move |event| {
+            let sink = move |event| {
                 way.wait_for_room();
                 printer.lock().unwrap_or_else(PoisonError::into_inner).event(event);
-            });
+            };
+            let outcome = match invited {
+                true => {
+                    let tell = move |agent, line| drop(invite.send((agent, line)));
+                    supervisor::run_invited(job, &reins, tell, sink)
+                }
+                false => supervisor::run(job, &reins, sink),
+            };
             end.set(|state| state.over = true);
             outcome
         };
@@ -134,8 +148,18 @@ impl Job {
             .name("deuteron-supervisor".into())
             .spawn(supervise)
             .map_err(|error| invalid(format!("no thread to supervise the job: {error}")))?;
-        let running = Mutex::new(Some(running));
-        Ok(Self { process: std::process::id(), control, show, shown, running })
+        let (running, invitations) = (Mutex::new(Some(running)), Mutex::new(invitations));
+        Ok(Self { process: std::process::id(), control, show, shown, running, invitations })
+    }
+
+    /// The next agent that is wanted, by its number, and the line that it has to find on its standard input, which then
+    /// stays open. It is the key to the job. `None` after a while without one, or when the job is over.
+    fn invitation(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<(usize, String)>> {
+        let limit = limit(timeout)?;
+        Ok(py.detach(|| {
+            let invitations = self.invitations.lock().unwrap_or_else(PoisonError::into_inner);
+            invitations.recv_timeout(limit).ok()
+        }))
     }
 
     /// What is to be shown: as soon as there is something, or after a while nothing. `None` when the job is over.
