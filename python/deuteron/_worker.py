@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import io
+import os
 import pickle
 import sys
 import time
@@ -29,6 +30,8 @@ class Setup(TypedDict):
     main_file: str | None
     main_name: str | None
     show_failures: bool
+    #: Whether the driver is on another machine, whose folders may not be here.
+    elsewhere: bool
 
 
 def main() -> int:
@@ -39,7 +42,10 @@ def main() -> int:
     task = _context.task()
     stream = io.BytesIO(task.payload())
     setup: Setup = pickle.load(stream)
-    sys.path[:] = setup["path"]
+    if setup["elsewhere"]:
+        sys.path += [entry for entry in setup["path"] if entry not in sys.path and os.path.isdir(entry)]
+    else:
+        sys.path[:] = setup["path"]
     sys.argv[:] = setup["argv"]
     main_module = _main_module(setup)
     try:
@@ -76,7 +82,7 @@ def _main_module(setup: Setup) -> ModuleType:
     """
     module = ModuleType("__main__")
     module.__spec__ = ModuleSpec(setup["main_name"], None) if setup["main_name"] else None
-    if setup["main_file"]:
+    if setup["main_file"] and (not setup["elsewhere"] or os.path.isfile(setup["main_file"])):
         module.__file__ = setup["main_file"]
     sys.modules["__main__"] = module
     return module

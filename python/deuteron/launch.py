@@ -162,7 +162,12 @@ def _results(messages: Iterable[bytes | None]) -> list[Any]:
 
 
 def _payload(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, show_failures: bool
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    show_failures: bool,
+    elsewhere: bool = False,
 ) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -175,11 +180,12 @@ def _payload(
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     setup: Setup = {
-        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "path": [entry for entry in sys.path if isinstance(entry, str) and not (elsewhere and _is_installed(entry))],
         "argv": list(sys.argv),
         "main_file": os.path.abspath(file) if file and os.path.isfile(file) else None,
         "main_name": getattr(getattr(main, "__spec__", None), "name", None),
         "show_failures": show_failures,
+        "elsewhere": elsewhere,
     }
     stream = io.BytesIO()
     pickle.dump(setup, stream)
@@ -193,6 +199,11 @@ def _payload(
                 f"{culprit} cannot be pickled and sent to the tasks: {type(error).__name__}: {error}"
             ) from error
     return stream.getvalue()
+
+
+def _is_installed(entry: str) -> bool:
+    """Whether a folder of ``sys.path`` belongs to this Python, so that another machine has its own."""
+    return os.path.abspath(entry).startswith((sys.prefix + os.sep, sys.base_prefix + os.sep))
 
 
 @contextlib.contextmanager

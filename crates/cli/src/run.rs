@@ -326,6 +326,7 @@ pub(crate) fn job(settings: &Settings, command: Vec<OsString>, here: &Here) -> R
         hosts,
         request,
         discovery,
+        first_generation: 0,
         restarts: Restarts { most: narrow(settings, "restarts")?, ..Restarts::default() },
         start_limit: settings.duration("start-timeout"),
         grace: settings.duration("grace"),

@@ -6,7 +6,7 @@
 
 use crate::{
     Ending, Error, Result, TaskInfo,
-    discovery::discover,
+    discovery::{assigned, discover},
     identity::Credentials,
     net::{
         Bound, Door, Duplex, Out, Spoken, accept_here, call, greet, listen_here, next, read,
@@ -30,6 +30,7 @@ use std::{
     io::{
         self, BufRead,
         ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof},
+        Write,
     },
     net::{IpAddr, Ipv4Addr, SocketAddr},
     os::linux::net::SocketAddrExt,
@@ -53,6 +54,10 @@ use tokio_rustls::TlsConnector;
 
 /// How often an agent looks at its tasks and at the time.
 const TICK: Duration = Duration::from_millis(250);
+/// The devices that an agent may use, as a discovery script would print them.
+const ACCELERATORS: &str = "DEUTERON_AGENT_ACCELERATORS";
+/// If it is set, an agent writes what its tasks print to its own standard error too.
+const ECHO: &str = "DEUTERON_AGENT_ECHO";
 /// How long one address of the supervisor may take to answer.
 const DIAL: Duration = Duration::from_secs(5);
 
@@ -74,7 +79,11 @@ pub fn serve_stdin() -> Result<()> {
         .build()
         .map_err(|error| Error::system("no event loop", error))?;
     // A script may take its time; the supervisor does not wait for an agent that has not called.
-    let found = discover(&invitation.discovery);
+    // Who has started this agent may have been given devices for it; then it has no others.
+    let found = match std::env::var(ACCELERATORS) {
+        Ok(text) if !invitation.discovery.is_empty() => assigned(&text),
+        _ => discover(&invitation.discovery),
+    };
     let hand = |address| Hand {
         host: host_name(),
         machine: boot_id(),
@@ -448,7 +457,11 @@ impl Agent {
         let mut pumps = JoinSet::new();
         for (stream, pipe) in outputs {
             let (last, credit, out) = (last.clone(), Arc::clone(&self.credit), out.clone());
-            let send = move |lines| {
+            let echo = std::env::var_os(ECHO).is_some();
+            let send = move |lines: Vec<u8>| {
+                if echo {
+                    let _ = io::stderr().write_all(&lines);
+                }
                 let out = out.clone();
                 async move {
                     let _ = out.send(FromAgent::Output { generation, rank, stream, lines }).await;

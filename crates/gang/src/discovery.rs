@@ -87,6 +87,30 @@ pub fn discover(sources: &[Source]) -> Discovered {
     found
 }
 
+/// The devices that `text` lists, as a script would print them, and nothing else; NVML adds what it knows of them.
+pub(crate) fn assigned(text: &str) -> Discovered {
+    let mut found = Discovered::default();
+    let name = serde_json::from_str::<Answer>(text).map(|answer| answer.name).unwrap_or_default();
+    match parse(text.as_bytes(), &name) {
+        Ok(devices) => found.accelerators = devices,
+        Err(problem) => found.problems.push(format!("the list of assigned accelerators {problem}")),
+    }
+    if found.accelerators.iter().any(|device| device.kind == GPU && device.model.is_empty()) {
+        let known = nvml(&mut found.problems);
+        for device in found.accelerators.iter_mut().filter(|device| device.kind == GPU) {
+            // An address is a number, or the beginning of a UUID.
+            let same = |gpu: &&Accelerator| match device.uuid.is_empty() {
+                true => gpu.index == device.index,
+                false => gpu.uuid.starts_with(&device.uuid),
+            };
+            if let Some(gpu) = known.iter().find(same) {
+                *device = gpu.clone();
+            }
+        }
+    }
+    found
+}
+
 /// The environment that shows a task its own accelerators of this kind and no others; without any it sees none.
 ///
 /// ```
@@ -464,6 +488,16 @@ mod tests {
             std::thread::sleep(Duration::from_millis(10));
         }
         false
+    }
+
+    #[test]
+    fn what_was_assigned_is_all_there_is() {
+        let found = assigned(r#"{"name":"fpga","addresses":["3","x"]}"#);
+        assert_eq!(found.accelerators, [device("fpga", 3, ""), device("fpga", 1, "x")]);
+        assert_eq!(found.problems, [""; 0]);
+        let wrong = assigned("nothing");
+        assert_eq!(wrong.accelerators, []);
+        assert!(wrong.problems[0].starts_with("the list of assigned accelerators "), "{wrong:?}");
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub struct Job {
     pub request: Option<Request>,
     /// How each host finds its accelerators.
     pub discovery: Vec<Source>,
+    /// The number of the first attempt: not zero if an earlier job was one of the same gang.
+    pub first_generation: u64,
     /// When to start the gang again.
     pub restarts: Restarts,
     /// How long the gang may take to assemble.
@@ -47,6 +49,7 @@ impl Job {
             hosts: vec![Host::here(tasks as u32)],
             request: None,
             discovery: vec![Source::Nvml],
+            first_generation: 0,
             restarts: Restarts::default(),
             start_limit: Duration::from_secs(60),
             grace: Duration::from_secs(5),

@@ -66,6 +66,7 @@ pub(crate) struct Terms {
     pub tasks: usize,
     pub hosts: Vec<Host>,
     pub request: Option<Request>,
+    pub first_generation: u64,
     pub restarts: Restarts,
     pub start_limit: Duration,
     pub grace: Duration,
@@ -135,11 +136,12 @@ pub(crate) struct Machine {
 impl Machine {
     /// A machine that wants its agents launched.
     pub fn new(terms: Terms, now: Instant) -> (Self, Vec<Action>) {
+        let generation = terms.first_generation;
         let member = |_: &Host| Member { hand: None, heard: now, paused: false };
         let machine = Self {
             members: terms.hosts.iter().map(member).collect(),
             terms,
-            phase: Phase::Assembling { generation: 0, since: now, not_before: now, cause: None },
+            phase: Phase::Assembling { generation, since: now, not_before: now, cause: None },
             ticked: now,
             paused: false,
             actions: Vec::new(),

@@ -266,6 +266,7 @@ impl Supervisor {
             tasks: job.tasks,
             hosts: job.hosts.clone(),
             request: job.request.clone(),
+            first_generation: job.first_generation,
             restarts: job.restarts.clone(),
             start_limit: job.start_limit,
             grace: job.grace,

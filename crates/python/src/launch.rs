@@ -101,9 +101,9 @@ type Piece<'py> = (bool, Bound<'py, PyBytes>);
 #[pymethods]
 impl Job {
     /// Starts what `settings`, the words of `deuteron run`, ask for: `command` in every task, with `payload` for all.
+    /// With `invited`, agents come by themselves: see `invitation`. `generation` is the number of the first attempt.
     #[new]
-    /// With `invited`, agents come by themselves: see `invitations`.
-    #[pyo3(signature = (settings, command, agent, payload, stdout_is_terminal=false, stderr_width=None, invited=false))]
+    #[pyo3(signature = (settings, command, agent, payload, stdout_is_terminal=false, stderr_width=None, invited=false, generation=0))]
     fn new(
         settings: Vec<OsString>,
         command: Vec<OsString>,
@@ -112,6 +112,7 @@ impl Job {
         stdout_is_terminal: bool,
         stderr_width: Option<usize>,
         invited: bool,
+        generation: u64,
     ) -> PyResult<Self> {
         let shown = Arc::<Shown>::default();
         let screen = Screen {
@@ -122,6 +123,7 @@ impl Job {
         };
         let (mut job, show) = embedded::job(agent, &settings, &command, screen).map_err(invalid)?;
         job.payload = payload.into();
+        job.first_generation = generation;
         let (invite, invitations) = mpsc::channel();
         if invited {
             job.hosts = deuteron_gang::Job::invited(job.tasks, [""]).hosts;

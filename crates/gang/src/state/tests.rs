@@ -117,6 +117,7 @@ impl World {
             tasks,
             hosts: slots.iter().enumerate().map(name).collect(),
             request: None,
+            first_generation: 0,
             restarts: Restarts { most, first_pause: pause, longest_pause: pause },
             start_limit: START_LIMIT,
             grace: GRACE,

@@ -1,0 +1,302 @@
+"""The driver's side of a gang on Spark: a supervisor in this process, and a barrier stage whose tasks start its agents.
+
+- SPARK-1: whichever fails first, the gang or the stage, ends the other; the error of a rank wins over what Spark says.
+- SPARK-2: an attempt is over when its stage is: nothing of it runs when the next begins, or when the caller goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from deuteron import __version__, _core
+from deuteron.errors import InvalidError, LaunchError, TaskFailedError
+from deuteron.launch import _GLANCE, _count, _in_words_of_python, _Screen, _seconds, _settings
+from deuteron.spark._session import Cluster
+from deuteron.spark._stage import Stage
+from deuteron.spark._task import Plan
+
+#: Seconds that tasks have to end by themselves after the gang has, before Spark is told to end them.
+_LEAVE = 1.0
+#: Seconds that Spark has to say why tasks are gone.
+_EXPLAIN = 2.0
+#: Seconds after which an agent that cannot be reached has left: it looks every quarter of a second, and has its grace.
+_LEASE = 6.0
+#: Seconds between two lines about slots.
+_TELL = 10.0
+#: Where rows are computed first, nobody knows how long that takes.
+_NO_LIMIT = 10 * 365 * 86400.0
+
+#: Ranks run the Python of their executor.
+TASK = ("/bin/sh", "-c", 'exec "$DEUTERON_SPARK_PYTHON" -P "$DEUTERON_SPARK_START" task')
+
+
+class WrongNumberError(LaunchError):
+    """Spark has made another number of tasks than it was asked for."""
+
+
+@dataclass
+class Options:
+    """What the user has said about the run, not about the work."""
+
+    num_proc: int | None = None
+    start_timeout: float | None = None
+    env: Mapping[str, str] | None = None
+    stdout: IO[Any] | None = None
+    stderr: IO[Any] | None = None
+    verbose: bool | int = 1
+    nics: str | Sequence[str] | None = None
+    prefix_output_with_timestamp: bool = False
+    executable: str | None = None
+    restarts: int = 0
+    grace: float | None = None
+    output: str | os.PathLike[str] | None = None
+
+
+@dataclass
+class Work:
+    """What ranks do."""
+
+    name: str
+    command: Sequence[str] = TASK
+    payload: Callable[[], bytes] = bytes
+    #: The frame whose rows they share.
+    rows: Any = None
+    #: The schema of a partition without rows.
+    schema: bytes | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
+    """Runs the gang until it succeeds, or has failed once more often than it may be restarted."""
+    restarts = _count("restarts", options.restarts, 0)
+    limit = _start_timeout(options.start_timeout)
+    screen = _Screen(options.stdout, options.stderr)
+    begun = time.monotonic()
+    tasks = _tasks(cluster, options.num_proc, begun + limit)
+    words = _words(cluster, tasks, options, _NO_LIMIT if work.rows is not None else limit)
+    payload = work.payload()
+    if options.verbose:
+        screen.show([(False, f"Running {tasks} processes...\n".encode())])
+    nothing = cluster.session.range(tasks, numPartitions=tasks)
+    # Right before the stage: adaptive execution merges other partitions.
+    rows = nothing if work.rows is None else work.rows.repartition(tasks)
+    kept = work.rows is not None and restarts > 0
+    if kept:
+        from pyspark import StorageLevel
+
+        # Every attempt is to see the same rows in the same partitions.
+        rows = rows.persist(StorageLevel.DISK_ONLY)
+    try:
+        for generation in range(restarts + 1):
+            _wait_for_slots(cluster, tasks, time.monotonic() + limit if generation else begun + limit, limit, screen)
+
+            def attempt(rows: Any, generation: int = generation) -> list[bytes | None]:
+                return _Attempt(cluster, work, options, words, payload, screen, tasks, generation).run(rows)
+
+            try:
+                try:
+                    return attempt(rows)
+                except WrongNumberError:
+                    # The optimizer leaves out what has no rows, and the tasks with it.
+                    if work.rows is None or not work.rows.isEmpty():
+                        raise
+                    return attempt(nothing.where("id < 0 or id is null or rand() < -1"))
+            except TaskFailedError as error:
+                if generation == restarts:
+                    raise
+                lost = error.ending.startswith("was lost")
+                pause = _LEASE if lost else min(2.0**generation, 60.0)
+                note = f"deuteron: {error}; restart {generation + 1} of {restarts} follows in {pause:.1f} s\n"
+                screen.show([(True, note.encode())])
+                time.sleep(pause)
+    finally:
+        if kept:
+            rows.unpersist()
+    raise AssertionError("a loop that returns or raises")
+
+
+def _start_timeout(said: float | None) -> float:
+    if said is not None:
+        return _seconds("start_timeout", said)
+    for name in ("DEUTERON_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
+        if text := os.environ.get(name):
+            try:
+                return _seconds(name, float(text))
+            except ValueError:
+                raise InvalidError(f"{name}={text}: give a number of seconds") from None
+    return 600.0
+
+
+def _tasks(cluster: Cluster, said: int | None, deadline: float) -> int:
+    """How many tasks: as many as said, or as there are slots."""
+    most = cluster.most()
+    if said is not None:
+        tasks = _count("num_proc", said, 1)
+        if most is not None and tasks > most[0]:
+            raise InvalidError(
+                f"{tasks} tasks are asked for, and this session can never run more than {most[0]} at once: {most[1]}. Ask "
+                "for fewer, or start a session with more"
+            )
+        return tasks
+    if most is not None:
+        if most[0] == 0:
+            raise InvalidError(f"this session can run no task: {most[1]}")
+        # Executors may be on their way, and may never be as many.
+        patience = min(deadline, time.monotonic() + 30)
+        while (slots := cluster.slots()) is not None and slots < most[0] and time.monotonic() < patience:
+            time.sleep(_GLANCE)
+        return max(slots, 1) if slots is not None else most[0]
+    settled, seen = time.monotonic(), 0
+    while time.monotonic() < deadline:
+        slots = cluster.slots()
+        if slots is None:
+            break
+        if slots != seen:
+            settled, seen = time.monotonic(), slots
+        # They come one by one.
+        if seen > 0 and time.monotonic() - settled > 1:
+            return seen
+        time.sleep(_GLANCE)
+    raise LaunchError("Spark has no executor yet: name the number of tasks with num_proc, or look at the cluster manager")
+
+
+def _wait_for_slots(cluster: Cluster, tasks: int, deadline: float, limit: float, screen: _Screen) -> None:
+    """Spark itself would look again only every 15 s."""
+    told = time.monotonic() - _TELL + 2
+    while (slots := cluster.slots()) is not None and slots < tasks:
+        now = time.monotonic()
+        if now > deadline:
+            raise LaunchError(
+                f"Spark has {slots} of {tasks} slots after {limit:.0f} s (start_timeout): start more executors, or ask for "
+                "fewer tasks"
+            )
+        if now - told > _TELL:
+            told = now
+            screen.show([(True, f"deuteron: waiting for Spark: {slots} of {tasks} slots are there\n".encode())])
+        time.sleep(_GLANCE)
+
+
+def _words(cluster: Cluster, tasks: int, options: Options, start_limit: float) -> list[str]:
+    wanted = cluster.accelerators
+    words = _settings(
+        tasks,
+        None if wanted is None else wanted.path,
+        None if wanted is None else wanted.per_task,
+        None if wanted is None else wanted.memory,
+        wanted is None or wanted.required,
+        None,
+        options.env,
+        0,
+        start_limit,
+        options.grace,
+        options.output,
+    )
+    if options.nics:
+        words += ["--interface", options.nics if isinstance(options.nics, str) else next(iter(options.nics))]
+    if options.prefix_output_with_timestamp:
+        words.append("--timestamps")
+    if options.verbose is not True and options.verbose > 1:
+        words.append("--verbose")
+    return words
+
+
+class _Attempt:
+    """One generation of the gang."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        work: Work,
+        options: Options,
+        words: list[str],
+        payload: bytes,
+        screen: _Screen,
+        tasks: int,
+        generation: int,
+    ) -> None:
+        self._cluster, self._work, self._options, self._screen = cluster, work, options, screen
+        try:
+            # No width: Spark draws its own progress on the same line.
+            self._job = _core.Job(
+                words, work.command, ["agent"], payload, screen.stdout_is_terminal, None, True, generation
+            )
+        except InvalidError as error:
+            raise InvalidError(_in_words_of_python(str(error))) from None
+        self._tasks = tasks
+
+    def run(self, rows: Any) -> list[bytes | None]:
+        job = self._job
+        if self._cluster.note:
+            job.note(self._cluster.note)
+        stage = None
+        try:
+            stage = Stage(self._cluster, rows, self._plan(), f"deuteron.spark: {self._work.name}")
+            self._watch(stage)
+            results = self._results(stage)
+            if not stage.wait(10 * _LEAVE):
+                stage.cancel()
+            return results
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            job.end("SIGINT" if interrupted else f"{type(error).__name__} in the process that started it")
+            if stage is not None and not stage.wait(_LEAVE):
+                stage.cancel()
+                stage.wait(_EXPLAIN)
+            raise
+
+    def _plan(self) -> Plan:
+        invitations = [""] * self._tasks
+        for _ in range(self._tasks):
+            invited = self._job.invitation(10)
+            if invited is None:
+                self._job.finish()
+                raise LaunchError("the supervisor has not said how to reach it")
+            invitations[invited[0]] = invited[1]
+        return Plan(
+            version=__version__,
+            invitations=invitations,
+            executable=self._options.executable,
+            accelerator=None if self._cluster.accelerators is None else self._cluster.accelerators.kind,
+            schema=self._work.schema,
+            environment=self._work.environment,
+        )
+
+    def _watch(self, stage: Stage) -> None:
+        """Shows what ranks print until the job is over; ends it if the stage is over first."""
+        job, told = self._job, None
+        while (pieces := job.output(_GLANCE)) is not None:
+            self._screen.show(pieces)
+            if told is None and stage.is_over:
+                told = time.monotonic()
+            # The gang may know better why: it hears of a lost agent at about the same time.
+            if told is not None and time.monotonic() - told > _LEAVE:
+                job.end("Spark")
+                told = float("inf")
+
+    def _results(self, stage: Stage) -> list[bytes | None]:
+        try:
+            return self._job.finish()
+        except TaskFailedError:
+            raise
+        except (LaunchError, KeyboardInterrupt) as error:
+            stage.wait(_EXPLAIN)
+            if stage.is_wrong_number:
+                raise WrongNumberError(stage.reason) from None
+            if stage.reason is not None:
+                raise LaunchError(stage.reason) from None
+            if stage.error is not None:
+                raise LaunchError(f"Spark has ended the stage: {_first_line(stage.error)}") from stage.error
+            if isinstance(error, LaunchError):
+                raise
+            raise LaunchError("Spark has ended the tasks of the stage before their ranks had ended") from None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+

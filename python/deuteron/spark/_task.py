@@ -1,0 +1,186 @@
+"""What a task of the barrier stage does: starts an agent, holds its standard input, and waits until it has left.
+
+There is almost nothing here on purpose. Whatever can go wrong with ranks is the agent's and the supervisor's to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any, NoReturn
+
+from deuteron.launch import _START
+
+#: Before whatever a task of the stage raises, so that the driver finds it in what Spark tells.
+MARK = "deuteron on Spark: "
+
+#: What the executor's Python workers have for themselves.
+_PRIVATE = (
+    "PYTHON_WORKER_FACTORY_SECRET",
+    "PYTHON_WORKER_FACTORY_PORT",
+    "PYTHON_WORKER_FACTORY_SOCK_PATH",
+    "PYTHON_WORKER_FACTORY_SOCK_DIR",
+    "PYTHON_UNIX_DOMAIN_ENABLED",
+    "SPARK_AUTH_SOCKET_TIMEOUT",
+    "SPARK_BUFFER_SIZE",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the driver tells every task of the stage."""
+
+    version: str
+    #: By partition. Each is the key to the job, and travels as Spark's closures do.
+    invitations: list[str]
+    executable: str | None = None
+    #: The kind of accelerator that was asked for.
+    accelerator: str | None = None
+    #: The schema of a partition without rows, as Arrow writes it; ``None`` if ranks get no rows.
+    schema: bytes | None = None
+    #: More for the environment of agent and rank.
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def stage(plan: Plan) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """What Spark is to map partitions with.
+
+    It is sent by value: it must be able to say that this package is missing, or another one.
+    """
+    version, mark = plan.version, MARK
+    words = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+
+    def serve(batches: Iterable[Any]) -> Iterator[Any]:
+        import os
+        import sys
+
+        where = f"on {os.uname().nodename} ({sys.executable})"
+        try:
+            import deuteron
+        except ImportError as error:
+            raise RuntimeError(f"{mark}deuteron cannot be imported {where}: {error}; install deuteron {version}") from None
+        if deuteron.__version__ != version:
+            raise RuntimeError(
+                f"{mark}the driver has deuteron {version}, and there is {deuteron.__version__} {where}: install the same"
+            )
+        from deuteron.spark import _task
+
+        yield from _task.serve(_task.Plan(**words), batches)
+
+    return serve
+
+
+def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
+    """Runs one agent, and yields one row about it."""
+    import pyarrow  # type: ignore[import-untyped]
+
+    partition, addresses = _placed(plan)
+    environment = _initial_environment()
+    spool = None
+    if plan.schema is not None:
+        from deuteron.spark.partition import VARIABLE, Spool
+
+        schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(plan.schema))
+        spool = Spool(batches, schema, environment.get("SPARK_LOCAL_DIRS", "").split(","))
+        environment[VARIABLE] = f"/proc/self/fd/{spool.descriptor}"
+    else:
+        for _ in batches:
+            pass
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    environment["DEUTERON_SPARK_PYTHON"] = plan.executable or sys.executable
+    environment["DEUTERON_SPARK_START"] = _START
+    environment["DEUTERON_AGENT_ECHO"] = "1"
+    if plan.accelerator is not None:
+        assigned = {"name": plan.accelerator, "addresses": addresses}
+        environment["DEUTERON_AGENT_ACCELERATORS"] = json.dumps(assigned)
+    environment.update(plan.environment)
+    try:
+        _run_agent(plan.invitations[partition], environment, [] if spool is None else [spool.descriptor])
+    finally:
+        if spool is not None:
+            spool.close()
+    yield pyarrow.RecordBatch.from_pydict({"partition": [partition], "host": [os.uname().nodename]})
+
+
+def _placed(plan: Plan) -> tuple[int, list[str]]:
+    """The number of this partition, and the addresses of accelerators that Spark gives it."""
+    from pyspark import BarrierTaskContext
+
+    try:
+        context = BarrierTaskContext.get()
+        tasks = len(context.getTaskInfos())
+        partition: int = context.partitionId()
+    except Exception as error:
+        _refuse(
+            "this engine has accepted a barrier stage and runs its tasks one by one: use Apache Spark, where tasks of a "
+            f"barrier stage start together ({type(error).__name__}: {error})"
+        )
+    if tasks != len(plan.invitations):
+        _refuse(wrong_number(len(plan.invitations), tasks))
+    resource = context.resources().get(plan.accelerator) if plan.accelerator is not None else None
+    return partition, [] if resource is None else list(resource.addresses)
+
+
+def wrong_number(wanted: int, made: int) -> str:
+    """What to say if Spark has made another number of tasks than it was asked for."""
+    return f"{wanted} tasks were asked for, and Spark has made a barrier stage of {made}"
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise RuntimeError(MARK + reason)
+
+
+def _initial_environment() -> dict[str, str]:
+    """What the executor has given its Python workers; jobs before this one may have changed the worker's own."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return {name: value for name, value in os.environ.items() if name not in _PRIVATE}
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
+    return {name: value for name, _, value in pairs if name and name not in _PRIVATE}
+
+
+def _run_agent(invitation: str, environment: dict[str, str], descriptors: list[int]) -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-P", _START, "agent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+        pass_fds=descriptors,
+        # Spark kills the worker's group; the agent is to end its ranks first, when its standard input ends.
+        process_group=0,
+    )
+    assert agent.stdin is not None and agent.stderr is not None
+    last: deque[bytes] = deque(maxlen=20)
+    reader = threading.Thread(target=_relay, args=(agent.stderr, last), daemon=True)
+    reader.start()
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            agent.stdin.write(invitation.encode())
+            agent.stdin.flush()
+        status = agent.wait()
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            agent.stdin.close()
+        agent.wait()
+    reader.join(1)
+    if status != 0:
+        said = b"".join(last).decode(errors="replace").strip().replace("\n", " | ")
+        _refuse(f"the agent on {os.uname().nodename} ended with status {status}: {said or 'it said nothing'}")
+
+
+def _relay(stream: IO[bytes], last: deque[bytes]) -> None:
+    """Passes what the agent and its rank print on to the executor's log."""
+    for line in stream:
+        last.append(line)
+        with contextlib.suppress(OSError):
+            os.write(2, line)
