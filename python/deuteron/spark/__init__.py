@@ -107,7 +107,8 @@ def run_command(
     if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
         raise InvalidError('command: give the program and its arguments as a list, as in ["train", "--epochs", "3"]')
     cluster = _cluster(_session.active(), accelerators, per_task, memory, required)
-    work = _gang.Work(name=command[0], command=list(command))
+    # Through a shell: the program need not be on this machine.
+    work = _gang.Work(name=command[0], command=["/bin/sh", "-c", 'exec "$0" "$@"', *command])
     _gang.run(cluster, work, _gang.Options(num_proc=num_proc, **options))
 
 

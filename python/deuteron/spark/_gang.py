@@ -90,21 +90,20 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
 
         # Every attempt is to see the same rows in the same partitions.
         rows = rows.persist(StorageLevel.DISK_ONLY)
+
+    def attempt(rows: Any, generation: int) -> list[bytes | None]:
+        return _Attempt(cluster, work, options, words, payload, screen, tasks, generation).run(rows)
+
     try:
         for generation in range(restarts + 1):
             _wait_for_slots(cluster, tasks, time.monotonic() + limit if generation else begun + limit, limit, screen)
-
-            def attempt(rows: Any, generation: int = generation) -> list[bytes | None]:
-                return _Attempt(cluster, work, options, words, payload, screen, tasks, generation).run(rows)
-
             try:
-                try:
-                    return attempt(rows)
-                except WrongNumberError:
-                    # The optimizer leaves out what has no rows, and the tasks with it.
-                    if work.rows is None or not work.rows.isEmpty():
-                        raise
-                    return attempt(nothing.where("id < 0 or id is null or rand() < -1"))
+                return attempt(rows, generation)
+            except WrongNumberError:
+                # The optimizer leaves out what has no rows, and the tasks with it.
+                if work.rows is None or not work.rows.isEmpty():
+                    raise
+                return attempt(nothing.where("rand() < 0"), generation)
             except TaskFailedError as error:
                 if generation == restarts:
                     raise
@@ -199,7 +198,9 @@ def _words(cluster: Cluster, tasks: int, options: Options, start_limit: float) -
         words += ["--interface", options.nics if isinstance(options.nics, str) else next(iter(options.nics))]
     if options.prefix_output_with_timestamp:
         words.append("--timestamps")
-    if options.verbose is not True and options.verbose > 1:
+    if not options.verbose:
+        words.append("--quiet")
+    elif options.verbose is not True and options.verbose > 1:
         words.append("--verbose")
     return words
 
