@@ -1,4 +1,4 @@
-"""A script that starts an agent, or what a task runs, out of the very package that its driver has imported.
+"""A script that starts an agent, a supervisor or what a task runs, out of the very package that its driver imported.
 
 It is run by its path and without a folder of its own on ``sys.path``: neither the current folder nor this one may hide
 a module of the user's or of Python's.
@@ -20,6 +20,8 @@ if __name__ == "__main__":
     _find_package()
     if sys.argv[1:] == ["agent"]:
         from deuteron.__main__ import main
+    elif sys.argv[1:] == ["supervisor"]:
+        from deuteron.spark._supervisor import main
     else:
         from deuteron._worker import main
     sys.exit(main())

@@ -106,7 +106,14 @@ class Cluster:
             )
             words = ["-c", "4", "-m", "4g", "-d", str(folder / f"work-{worker}"), "--webui-port", "0"]
             self._start(
-                f"worker-{worker}", "worker.Worker", *words, "--properties-file", str(settings), "--host", "127.0.0.1", self.url
+                f"worker-{worker}",
+                "worker.Worker",
+                *words,
+                "--properties-file",
+                str(settings),
+                "--host",
+                "127.0.0.1",
+                self.url,
             )
 
     def _start(self, name: str, program: str, *words: str) -> None:
@@ -314,7 +321,7 @@ def test_accelerators_are_sparks_and_each_ranks_own(session: Any) -> None:
     assert len(pairs) == 2 and all(len(own) == 2 for own, _ in pairs)
     assert len({number for own, _ in pairs for number in own}) == 4
 
-    with pytest.raises(LaunchError, match=rf"/gpu/h200.*{HOST} has .* slots? and 0 × /gpu/h200"):
+    with pytest.raises(LaunchError, match=rf"/gpu/h200.*{HOST} has .* slots? and 0 . /gpu/h200"):
         deuteron.spark.run(devices, num_proc=2, accelerators="/gpu/h200", verbose=0)
     errors = io.StringIO()
     bare = deuteron.spark.run(
@@ -324,6 +331,14 @@ def test_accelerators_are_sparks_and_each_ranks_own(session: Any) -> None:
     assert "2 of 2 tasks found no" in errors.getvalue() and "run without" in errors.getvalue()
     with pytest.raises(InvalidError, match=r"spark.executor.resource.fpga.amount is nothing: set it"):
         deuteron.spark.run(devices, accelerators="/fpga", verbose=0)
+
+
+def test_the_first_task_can_supervise(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEUTERON_SPARK_SUPERVISOR", "task")
+    assert deuteron.spark.run(int, args=("42",), num_proc=3, verbose=0) == [42, 42, 42]
+    with pytest.raises(TaskFailedError, match="ValueError: invalid literal") as raised:
+        deuteron.spark.run(int, args=("many",), num_proc=2, restarts=1, verbose=0, stderr=io.StringIO())
+    assert raised.value.generation == 1
 
 
 def test_two_jobs_at_once(session: Any) -> None:
@@ -347,7 +362,9 @@ def test_two_jobs_at_once(session: Any) -> None:
 
 
 def test_what_can_never_be_is_refused_at_once(session: Any) -> None:
-    with pytest.raises(InvalidError, match=r"5 tasks are asked for.*never run more than 4 at once: spark.cores.max is 4"):
+    with pytest.raises(
+        InvalidError, match=r"5 tasks are asked for.*never run more than 4 at once: spark.cores.max is 4"
+    ):
         deuteron.spark.run(len, num_proc=5)
     with pytest.raises(InvalidError, match="num_proc=0"):
         deuteron.spark.run(len, num_proc=0)
@@ -368,8 +385,10 @@ def test_another_version_on_an_executor_is_named(session: Any, monkeypatch: pyte
 def test_an_engine_that_ignores_barrier_is_refused(session: Any) -> None:
     from deuteron.spark import _task
 
-    plan = _task.Plan(version=deuteron.__version__, invitations=["", ""])
-    frame = session.range(2, numPartitions=2).mapInArrow(_task.stage(plan), "partition bigint, host string")
+    plan = _task.Plan(version=deuteron.__version__, tasks=2, invitations=["", ""])
+    frame = session.range(2, numPartitions=2).mapInArrow(
+        _task.stage(plan), "partition bigint, host string, report binary"
+    )
     with pytest.raises(Exception, match="runs its tasks one by one: use Apache Spark"):
         frame.collect()
 
@@ -414,7 +433,8 @@ DRIVER = """
     from pyspark.sql import SparkSession
     import deuteron.spark
 
-    builder = SparkSession.builder.master(sys.argv[1]).config("spark.cores.max", "2").config("spark.executor.cores", "2")
+    builder = SparkSession.builder.master(sys.argv[1]).config("spark.cores.max", "2")
+    builder = builder.config("spark.executor.cores", "2")
     spark = builder.config("spark.executor.memory", "512m").config("spark.ui.enabled", "false").getOrCreate()
 
     def work():
@@ -465,7 +485,7 @@ def test_local_cluster_and_errors_of_sessions(tmp_path: Path) -> None:
             except InvalidError as error:
                 print("REFUSED", error)
             spark.stop()
-            builder = SparkSession.builder.master("local-cluster[2,2,512]").config("spark.task.cpus", "2")
+            builder = SparkSession.builder.master("local-cluster[2,2,1024]").config("spark.task.cpus", "2")
             spark = builder.config("spark.dynamicAllocation.enabled", "false").getOrCreate()
             def work():
                 context = deuteron.context()
@@ -485,7 +505,79 @@ def test_local_cluster_and_errors_of_sessions(tmp_path: Path) -> None:
     assert lines[0].startswith("REFUSED there is no active Spark session: make one")
     assert lines[1].startswith("REFUSED spark.dynamicAllocation.enabled is true")
     assert lines[2] == "RESULT [(0, 2, '2'), (1, 2, '2')]"
-    assert "never run more than 2 at once: spark.master is local-cluster[2,2,512] and spark.task.cpus is 2" in lines[3]
+    assert "never run more than 2 at once: spark.master is local-cluster[2,2,1024] and spark.task.cpus is 2" in lines[3]
+
+
+def script(folder: Path, text: str, mark: str, *words: str) -> list[str]:
+    """Runs a script, and returns its lines that begin with a word in capitals."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, str(file), *words], env=environment(mark), stdout=subprocess.PIPE, timeout=110, text=True
+    )
+    return [line for line in done.stdout.splitlines() if re.match("[A-Z]{3,} ", line)]
+
+
+def test_connect(tmp_path: Path) -> None:
+    lines = script(
+        tmp_path,
+        """
+            import deuteron.spark, io, os, signal, threading, time
+            from deuteron.errors import InvalidError, TaskFailedError
+            from pyspark.sql import SparkSession
+
+            builder = SparkSession.builder.master("local-cluster[2,2,1024]").config("spark.api.mode", "connect")
+            spark = builder.config("spark.ui.enabled", "false").getOrCreate()
+            print("KIND", type(spark).__module__)
+
+            def work(number):
+                context = deuteron.context()
+                for line in range(150):
+                    print(f"line {line}")
+                context.barrier()
+                return context.rank, number
+
+            out = io.StringIO()
+            print("RESULT", deuteron.spark.run(work, args=(42,), stdout=out, verbose=0))
+            lines = out.getvalue().splitlines()
+            print("LINES", len(lines), lines[0], lines[-1])
+
+            def fail():
+                if deuteron.context().rank == 1:
+                    raise ValueError("no luck")
+                time.sleep(60)
+
+            begun = time.monotonic()
+            try:
+                deuteron.spark.run(fail, num_proc=2, verbose=0)
+            except TaskFailedError as error:
+                print("FAILED", error, "in fail" in error.traceback, time.monotonic() - begun < 10)
+
+            def count(partition):
+                return sum(len(batch) for batch in partition)
+
+            print("ROWS", sum(deuteron.spark.barrier(spark.range(1000), 3).map_partitions(count, verbose=0)))
+            try:
+                deuteron.spark.run(work, num_proc=5)
+            except InvalidError as error:
+                print("REFUSED", error)
+
+            threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            try:
+                deuteron.spark.run(time.sleep, args=(60,), num_proc=2, verbose=0)
+            except KeyboardInterrupt:
+                print("INTERRUPTED yes")
+            spark.stop()
+        """,
+        "connect",
+    )
+    assert lines[0] == "KIND pyspark.sql.connect.session"
+    assert lines[1] == "RESULT [(0, 42), (1, 42), (2, 42), (3, 42)]"
+    assert lines[2] == "LINES 400 [0] line 50 [3] line 149"
+    assert lines[3] == f"FAILED rank 1 on {HOST} exited with status 1: ValueError: no luck True True"
+    assert lines[4] == "ROWS 1000"
+    assert "never run more than 4 at once" in lines[5]
+    assert lines[6] == "INTERRUPTED yes"
 
 
 SEED = """\
@@ -497,7 +589,7 @@ def fn(magic_number):
 
 import horovod.spark
 horovod.spark.run(fn, args=(42,))
-"""
+"""  # noqa: E501
 
 
 def test_the_session_in_the_pyspark_shell(tmp_path: Path) -> None:

@@ -45,13 +45,13 @@ def run(
     by rank.
 
     Ranks are numbered by host, and on a host by accelerator; the host of the first task of Spark's comes first. What
-    they print appears here as it comes, with the rank before it, and in the executors' logs. If one fails all are ended,
-    and ``TaskFailedError`` says which it was, where, and with its traceback. Ctrl-C ends all of them.
+    they print appears here as it comes, with the rank before it, and in the executors' logs. If one fails all are
+    ended, and ``TaskFailedError`` says which it was, where, and with its traceback. Ctrl-C ends all of them.
 
     :param num_proc: how many; if not said, as many as Spark can run at once: cores ÷ ``spark.task.cpus``, or
         accelerators ÷ ``per_task``
-    :param start_timeout: seconds that executors and ranks may take to be there; else ``DEUTERON_SPARK_START_TIMEOUT`` or
-        ``HOROVOD_SPARK_START_TIMEOUT``, else 600
+    :param start_timeout: seconds that executors and ranks may take to be there; if not said,
+        ``DEUTERON_SPARK_START_TIMEOUT`` or ``HOROVOD_SPARK_START_TIMEOUT``, else 600
     :param env: more environment variables for the ranks, which have their executor's
     :param stdout: where their standard output is written to, ``sys.stdout`` if not said
     :param stderr: the same for standard error
@@ -145,8 +145,8 @@ class Barrier:
         kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Calls ``fn(partition, *args, **kwargs)`` in every task, with its share of the rows as a ``Partition``; returns
-        what each has returned, by rank.
+        """Calls ``fn(partition, *args, **kwargs)`` in every task, with its share of the rows as a ``Partition``;
+        returns what each has returned, by rank.
 
         Rows are dealt out evenly and in no order. A share is whole before the function is called, and lies in a file
         that can be read again in every epoch. Other arguments are those of ``run``.

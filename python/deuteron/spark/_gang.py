@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from deuteron.spark._stage import Stage
 from deuteron.spark._task import Plan
 
 #: Seconds that tasks have to end by themselves after the gang has, before Spark is told to end them.
-_LEAVE = 1.0
+_LEAVE = 2.0
 #: Seconds that Spark has to say why tasks are gone.
 _EXPLAIN = 2.0
 #: Seconds after which an agent that cannot be reached has left: it looks every quarter of a second, and has its grace.
@@ -29,6 +30,9 @@ _LEASE = 6.0
 _TELL = 10.0
 #: Where rows are computed first, nobody knows how long that takes.
 _NO_LIMIT = 10 * 365 * 86400.0
+
+#: What an agent says that cannot reach its supervisor.
+_UNREACHABLE = "the supervisor cannot be reached"
 
 #: Ranks run the Python of their executor.
 TASK = ("/bin/sh", "-c", 'exec "$DEUTERON_SPARK_PYTHON" -P "$DEUTERON_SPARK_START" task')
@@ -91,8 +95,20 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
         # Every attempt is to see the same rows in the same partitions.
         rows = rows.persist(StorageLevel.DISK_ONLY)
 
+    in_task = _supervisor_in_task(cluster)
+
     def attempt(rows: Any, generation: int) -> list[bytes | None]:
-        return _Attempt(cluster, work, options, words, payload, screen, tasks, generation).run(rows)
+        nonlocal in_task
+        terms = _Terms(cluster, work, options, words, payload, screen, tasks, generation)
+        if not in_task:
+            try:
+                return _Attempt(terms).run(rows)
+            except LaunchError as error:
+                if _UNREACHABLE not in str(error):
+                    raise
+                screen.show([(True, f"deuteron: {error}; the first task supervises instead\n".encode())])
+                in_task = True
+        return _RemoteAttempt(terms).run(rows)
 
     try:
         for generation in range(restarts + 1):
@@ -137,8 +153,8 @@ def _tasks(cluster: Cluster, said: int | None, deadline: float) -> int:
         tasks = _count("num_proc", said, 1)
         if most is not None and tasks > most[0]:
             raise InvalidError(
-                f"{tasks} tasks are asked for, and this session can never run more than {most[0]} at once: {most[1]}. Ask "
-                "for fewer, or start a session with more"
+                f"{tasks} tasks are asked for, and this session can never run more than {most[0]} at once: {most[1]}. "
+                "Ask for fewer, or start a session with more"
             )
         return tasks
     if most is not None:
@@ -160,7 +176,11 @@ def _tasks(cluster: Cluster, said: int | None, deadline: float) -> int:
         if seen > 0 and time.monotonic() - settled > 1:
             return seen
         time.sleep(_GLANCE)
-    raise LaunchError("Spark has no executor yet: name the number of tasks with num_proc, or look at the cluster manager")
+    if cluster.is_connect:
+        return cluster.default_parallelism()
+    raise LaunchError(
+        "Spark has no executor yet: name the number of tasks with num_proc, or look at the cluster manager"
+    )
 
 
 def _wait_for_slots(cluster: Cluster, tasks: int, deadline: float, limit: float, screen: _Screen) -> None:
@@ -170,8 +190,8 @@ def _wait_for_slots(cluster: Cluster, tasks: int, deadline: float, limit: float,
         now = time.monotonic()
         if now > deadline:
             raise LaunchError(
-                f"Spark has {slots} of {tasks} slots after {limit:.0f} s (start_timeout): start more executors, or ask for "
-                "fewer tasks"
+                f"Spark has {slots} of {tasks} slots after {limit:.0f} s (start_timeout): start more executors, or ask "
+                "for fewer tasks"
             )
         if now - told > _TELL:
             told = now
@@ -205,40 +225,68 @@ def _words(cluster: Cluster, tasks: int, options: Options, start_limit: float) -
     return words
 
 
-class _Attempt:
-    """One generation of the gang."""
+def _supervisor_in_task(cluster: Cluster) -> bool:
+    """Whether the supervisor is in the first task: a client of Spark Connect may be anywhere."""
+    where = os.environ.get("DEUTERON_SPARK_SUPERVISOR") or ("task" if cluster.is_connect else "driver")
+    if where not in ("driver", "task"):
+        raise InvalidError(f"DEUTERON_SPARK_SUPERVISOR={where}: give driver or task")
+    return where == "task"
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        work: Work,
-        options: Options,
-        words: list[str],
-        payload: bytes,
-        screen: _Screen,
-        tasks: int,
-        generation: int,
-    ) -> None:
-        self._cluster, self._work, self._options, self._screen = cluster, work, options, screen
+
+@dataclass
+class _Terms:
+    """What one generation of the gang is made of."""
+
+    cluster: Cluster
+    work: Work
+    options: Options
+    words: list[str]
+    payload: bytes
+    screen: _Screen
+    tasks: int
+    generation: int
+
+    def plan(self, invitations: list[str] | None, supervisor: bytes | None) -> Plan:
+        wanted = self.cluster.accelerators
+        return Plan(
+            version=__version__,
+            tasks=self.tasks,
+            invitations=invitations,
+            supervisor=supervisor,
+            executable=self.options.executable,
+            accelerator=None if wanted is None else wanted.kind,
+            schema=self.work.schema,
+            environment=self.work.environment,
+        )
+
+    def stage(self, rows: Any, plan: Plan) -> Stage:
+        return Stage(self.cluster, rows, plan, f"deuteron.spark: {self.work.name}")
+
+
+class _Attempt:
+    """One generation of the gang, supervised in this process."""
+
+    def __init__(self, terms: _Terms) -> None:
+        self._terms, self._screen = terms, terms.screen
+        # No width: Spark draws its own progress on the same line.
+        look = (terms.screen.stdout_is_terminal, None)
         try:
-            # No width: Spark draws its own progress on the same line.
             self._job = _core.Job(
-                words, work.command, ["agent"], payload, screen.stdout_is_terminal, None, True, generation
+                terms.words, terms.work.command, ["agent"], terms.payload, *look, True, terms.generation
             )
         except InvalidError as error:
             raise InvalidError(_in_words_of_python(str(error))) from None
-        self._tasks = tasks
 
     def run(self, rows: Any) -> list[bytes | None]:
         job = self._job
-        if self._cluster.note:
-            job.note(self._cluster.note)
+        if self._terms.cluster.note:
+            job.note(self._terms.cluster.note)
         stage = None
         try:
-            stage = Stage(self._cluster, rows, self._plan(), f"deuteron.spark: {self._work.name}")
+            stage = self._terms.stage(rows, self._plan())
             self._watch(stage)
             results = self._results(stage)
-            if not stage.wait(10 * _LEAVE):
+            if not stage.wait(5 * _LEAVE):
                 stage.cancel()
             return results
         except BaseException as error:
@@ -250,21 +298,8 @@ class _Attempt:
             raise
 
     def _plan(self) -> Plan:
-        invitations = [""] * self._tasks
-        for _ in range(self._tasks):
-            invited = self._job.invitation(10)
-            if invited is None:
-                self._job.finish()
-                raise LaunchError("the supervisor has not said how to reach it")
-            invitations[invited[0]] = invited[1]
-        return Plan(
-            version=__version__,
-            invitations=invitations,
-            executable=self._options.executable,
-            accelerator=None if self._cluster.accelerators is None else self._cluster.accelerators.kind,
-            schema=self._work.schema,
-            environment=self._work.environment,
-        )
+        invitations = invited(self._job, self._terms.tasks)
+        return self._terms.plan(invitations, None)
 
     def _watch(self, stage: Stage) -> None:
         """Shows what ranks print until the job is over; ends it if the stage is over first."""
@@ -274,7 +309,7 @@ class _Attempt:
             if told is None and stage.is_over:
                 told = time.monotonic()
             # The gang may know better why: it hears of a lost agent at about the same time.
-            if told is not None and time.monotonic() - told > _LEAVE:
+            if told is not None and time.monotonic() - told > _LEAVE / 2:
                 job.end("Spark")
                 told = float("inf")
 
@@ -285,19 +320,64 @@ class _Attempt:
             raise
         except (LaunchError, KeyboardInterrupt) as error:
             stage.wait(_EXPLAIN)
-            if stage.is_wrong_number:
-                raise WrongNumberError(stage.reason) from None
-            if stage.reason is not None:
-                raise LaunchError(stage.reason) from None
-            if stage.error is not None:
-                raise LaunchError(f"Spark has ended the stage: {_first_line(stage.error)}") from stage.error
+            _raise_for(stage)
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError("Spark has ended the tasks of the stage before their ranks had ended") from None
 
 
+class _RemoteAttempt:
+    """One generation of the gang, supervised in the first task of its stage."""
+
+    def __init__(self, terms: _Terms) -> None:
+        self._terms = terms
+
+    def run(self, rows: Any) -> list[bytes | None]:
+        terms = self._terms
+        if terms.cluster.note:
+            terms.screen.show([(True, f"deuteron: {terms.cluster.note}\n".encode())])
+        supervisor = pickle.dumps((terms.words, list(terms.work.command), terms.payload, terms.generation))
+        stage = terms.stage(rows, terms.plan(None, supervisor))
+        try:
+            while not stage.wait(_GLANCE):
+                pass
+        except BaseException:
+            stage.cancel()
+            stage.wait(_EXPLAIN)
+            raise
+        _raise_for(stage)
+        if stage.report is None:
+            raise LaunchError("the supervisor in the first task has told nothing")
+        results, error, printed = pickle.loads(stage.report)
+        terms.screen.show(printed)
+        if error is not None:
+            raise error
+        found: list[bytes | None] = results
+        return found
+
+
+def invited(job: _core.Job, tasks: int) -> list[str]:
+    """The invitations of a job that has just been started, by agent."""
+    invitations = [""] * tasks
+    for _ in range(tasks):
+        one = job.invitation(10)
+        if one is None:
+            job.finish()
+            raise LaunchError("the supervisor has not said how to reach it")
+        invitations[one[0]] = one[1]
+    return invitations
+
+
+def _raise_for(stage: Stage) -> None:
+    """Raises why Spark has ended the stage, if it did."""
+    if stage.is_wrong_number:
+        raise WrongNumberError(stage.reason) from None
+    if stage.reason is not None:
+        raise LaunchError(stage.reason) from None
+    if stage.error is not None:
+        raise LaunchError(f"Spark has ended the stage: {_first_line(stage.error)}") from stage.error
+
+
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-

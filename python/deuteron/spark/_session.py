@@ -20,7 +20,8 @@ def active() -> Any:
 
         if SparkContext._active_spark_context is None:
             raise InvalidError(
-                "there is no active Spark session: make one with SparkSession.builder.getOrCreate(), or type this in pyspark"
+                "there is no active Spark session: make one with SparkSession.builder.getOrCreate(), or type this in "
+                "pyspark"
             )
         session = SparkSession.builder.getOrCreate()
     return session
@@ -49,8 +50,8 @@ class Cluster:
         self.note: str | None = None
         if self._flag("spark.dynamicAllocation.enabled"):
             raise InvalidError(
-                "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages with it: set it to false, "
-                "and spark.executor.instances to a number"
+                "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages with it: set it to "
+                "false, and spark.executor.instances to a number"
             )
         self.cpus = int(self.setting("spark.task.cpus", "1"))
         if self.accelerators is None:
@@ -83,8 +84,8 @@ class Cluster:
             has = "nothing" if of_executor is None else of_executor
             if wanted.required:
                 raise InvalidError(
-                    f"{wanted.per_task} × {wanted.path} for each task is asked for, and {name} is {has}: set it and "
-                    f"spark.executor.resource.{wanted.kind}.discoveryScript, or make the request optional"
+                    f"{wanted.path} for each task is asked for, {wanted.per_task} of it, and {name} is {has}: set it "
+                    f"and spark.executor.resource.{wanted.kind}.discoveryScript, or make the request optional"
                 )
             self.note = f"{name} is {has}, so tasks run without {wanted.path}"
             return None
@@ -121,6 +122,11 @@ class Cluster:
             manager.addResourceProfile(profile)
         return int(context.maxNumConcurrentTasks(profile))
 
+    def default_parallelism(self) -> int:
+        """How many partitions Spark makes by itself, where it does not tell more."""
+        rows = self.session.range(100_000).selectExpr("max(spark_partition_id()) + 1 as number").collect()
+        return int(rows[0].number)
+
     def most(self) -> tuple[int, str] | None:
         """The most tasks that the configuration can ever give, and why; ``None`` if it does not say."""
         master = self.setting("spark.master")
@@ -150,7 +156,7 @@ class Cluster:
             assert self.accelerators is not None
             devices = _whole(self.setting(f"spark.executor.resource.{self.accelerators.kind}.amount")) or 0
             each = min(each, devices // self.accelerators.per_task)
-            why += f", an executor has {devices} × {self.accelerators.kind}"
+            why += f", an executor has {devices} of {self.accelerators.kind}"
         return executors * each, why + self._each()
 
     def _each(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from deuteron.spark._session import Cluster
 from deuteron.spark._task import MARK, Plan, stage, wrong_number
 
-_SCHEMA = "partition bigint, host string"
+_SCHEMA = "partition bigint, host string, report binary"
 
 
 class Stage:
@@ -24,25 +24,34 @@ class Stage:
         if cluster.profile is not None:
             options["profile"] = cluster.profile
         self._frame = rows.mapInArrow(stage(plan), _SCHEMA, **options)
-        self._tasks = len(plan.invitations)
+        self._tasks = plan.tasks
+        self._is_connect = cluster.is_connect
+        #: What the supervisor in the first task tells.
+        self.report: bytes | None = None
         self._over = threading.Event()
         #: Why it failed.
         self.error: Exception | None = None
 
         from pyspark import InheritableThread
 
-        # So that it has the user's pool and properties.
-        self._thread = InheritableThread(target=self._submit, daemon=True)
+        # So that it has the user's pool, properties and tags.
+        options = {"session": self._session} if self._is_connect else {}
+        self._thread = InheritableThread(target=self._submit, daemon=True, **options)
         self._thread.start()
 
     def _submit(self) -> None:
         try:
-            context = self._session.sparkContext
-            context.addJobTag(self._tag)
-            context.setLocalProperty("spark.job.description", self._description)
+            if self._is_connect:
+                self._session.addTag(self._tag)
+            else:
+                context = self._session.sparkContext
+                context.addJobTag(self._tag)
+                context.setLocalProperty("spark.job.description", self._description)
             rows = self._frame.collect()
             if len(rows) != self._tasks:
                 raise RuntimeError(MARK + wrong_number(self._tasks, len(rows)))
+            reports = [bytes(row.report) for row in rows if row.report is not None]
+            self.report = reports[0] if reports else None
         except Exception as error:
             self.error = error
         finally:
@@ -60,7 +69,10 @@ class Stage:
         """Ends its tasks, so that their slots are free."""
         # A session that has been stopped has no tasks either.
         with contextlib.suppress(Exception):
-            self._session.sparkContext.cancelJobsWithTag(self._tag)
+            if self._is_connect:
+                self._session.interruptTag(self._tag)
+            else:
+                self._session.sparkContext.cancelJobsWithTag(self._tag)
 
     @property
     def reason(self) -> str | None:

@@ -38,8 +38,11 @@ class Plan:
     """What the driver tells every task of the stage."""
 
     version: str
+    tasks: int
     #: By partition. Each is the key to the job, and travels as Spark's closures do.
-    invitations: list[str]
+    invitations: list[str] | None = None
+    #: Without invitations: what the first task starts a supervisor with.
+    supervisor: bytes | None = None
     executable: str | None = None
     #: The kind of accelerator that was asked for.
     accelerator: str | None = None
@@ -65,10 +68,13 @@ def stage(plan: Plan) -> Callable[[Iterable[Any]], Iterator[Any]]:
         try:
             import deuteron
         except ImportError as error:
-            raise RuntimeError(f"{mark}deuteron cannot be imported {where}: {error}; install deuteron {version}") from None
+            raise RuntimeError(
+                f"{mark}deuteron cannot be imported {where}: {error}; install deuteron {version}"
+            ) from None
         if deuteron.__version__ != version:
             raise RuntimeError(
-                f"{mark}the driver has deuteron {version}, and there is {deuteron.__version__} {where}: install the same"
+                f"{mark}the driver has deuteron {version}, and there is {deuteron.__version__} {where}: install "
+                "the same"
             )
         from deuteron.spark import _task
 
@@ -81,7 +87,7 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
     """Runs one agent, and yields one row about it."""
     import pyarrow  # type: ignore[import-untyped]
 
-    partition, addresses = _placed(plan)
+    context, partition, addresses = _placed(plan)
     environment = _initial_environment()
     spool = None
     if plan.schema is not None:
@@ -101,16 +107,32 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
         assigned = {"name": plan.accelerator, "addresses": addresses}
         environment["DEUTERON_AGENT_ACCELERATORS"] = json.dumps(assigned)
     environment.update(plan.environment)
-    try:
-        _run_agent(plan.invitations[partition], environment, [] if spool is None else [spool.descriptor])
-    finally:
+    report = None
+    with contextlib.ExitStack() as stack:
         if spool is not None:
-            spool.close()
-    yield pyarrow.RecordBatch.from_pydict({"partition": [partition], "host": [os.uname().nodename]})
+            stack.callback(spool.close)
+        supervisor = None
+        if plan.supervisor is not None and partition == 0:
+            supervisor = stack.enter_context(Supervisor(plan, environment))
+        if plan.invitations is not None:
+            invitations = plan.invitations
+        else:
+            # The one message that goes through Spark; it takes about a second.
+            told = context.allGather(json.dumps(supervisor.invitations) if supervisor is not None else "")
+            invitations = json.loads(told[0])
+        _run_agent(invitations[partition], environment, [] if spool is None else [spool.descriptor])
+        if supervisor is not None:
+            report = supervisor.report()
+    row = {"partition": [partition], "host": [os.uname().nodename], "report": [report]}
+    yield pyarrow.RecordBatch.from_pydict(row, pyarrow.schema(_schema(pyarrow)))
 
 
-def _placed(plan: Plan) -> tuple[int, list[str]]:
-    """The number of this partition, and the addresses of accelerators that Spark gives it."""
+def _schema(pyarrow: Any) -> list[tuple[str, Any]]:
+    return [("partition", pyarrow.int64()), ("host", pyarrow.string()), ("report", pyarrow.binary())]
+
+
+def _placed(plan: Plan) -> tuple[Any, int, list[str]]:
+    """Spark's context, the number of this partition, and the addresses of accelerators that Spark gives it."""
     from pyspark import BarrierTaskContext
 
     try:
@@ -119,13 +141,13 @@ def _placed(plan: Plan) -> tuple[int, list[str]]:
         partition: int = context.partitionId()
     except Exception as error:
         _refuse(
-            "this engine has accepted a barrier stage and runs its tasks one by one: use Apache Spark, where tasks of a "
-            f"barrier stage start together ({type(error).__name__}: {error})"
+            "this engine has accepted a barrier stage and runs its tasks one by one: use Apache Spark, where tasks of "
+            f"a barrier stage start together ({type(error).__name__}: {error})"
         )
-    if tasks != len(plan.invitations):
-        _refuse(wrong_number(len(plan.invitations), tasks))
+    if tasks != plan.tasks:
+        _refuse(wrong_number(plan.tasks, tasks))
     resource = context.resources().get(plan.accelerator) if plan.accelerator is not None else None
-    return partition, [] if resource is None else list(resource.addresses)
+    return context, partition, [] if resource is None else list(resource.addresses)
 
 
 def wrong_number(wanted: int, made: int) -> str:
@@ -146,6 +168,43 @@ def _initial_environment() -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name not in _PRIVATE}
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
     return {name: value for name, _, value in pairs if name and name not in _PRIVATE}
+
+
+class Supervisor:
+    """The supervisor as a child of the first task, where the driver cannot be reached."""
+
+    def __init__(self, plan: Plan, environment: dict[str, str]) -> None:
+        assert plan.supervisor is not None
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", _START, "supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(len(plan.supervisor).to_bytes(8, "little") + plan.supervisor)
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            _refuse(f"the supervisor on {os.uname().nodename} did not start: see the executor's log")
+        #: By agent.
+        self.invitations: list[str] = json.loads(line)
+
+    def report(self) -> bytes:
+        """How the job ended, as ``deuteron.spark._supervisor`` writes it."""
+        assert self._process.stdout is not None
+        return self._process.stdout.read()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The end of its standard input ends it.
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
 
 
 def _run_agent(invitation: str, environment: dict[str, str], descriptors: list[int]) -> None:

@@ -81,7 +81,7 @@ class Spool:
         import pyarrow
 
         folder = next((folder for folder in folders if os.access(folder, os.W_OK)), None)
-        self._file = tempfile.TemporaryFile(prefix="deuteron-", dir=folder, buffering=0)
+        self._file = tempfile.TemporaryFile(prefix="deuteron-", dir=folder, buffering=0)  # noqa: SIM115
         writer = None
         for batch in batches:
             if writer is None:

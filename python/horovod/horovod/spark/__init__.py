@@ -52,4 +52,6 @@ def run(
 
 def run_elastic(*args: Any, **kwargs: Any) -> Any:
     """Not there: a gang has one size."""
-    raise UnavailableError("horovod.spark.run_elastic: a gang has one size; use run, or deuteron.spark.run with restarts")
+    raise UnavailableError(
+        "horovod.spark.run_elastic: a gang has one size; use run, or deuteron.spark.run with restarts"
+    )
