@@ -97,9 +97,9 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
 
     in_task = _supervisor_in_task(cluster)
 
-    def attempt(rows: Any, generation: int) -> list[bytes | None]:
+    def attempt(rows: Any, generation: int, is_empty: bool = False) -> list[bytes | None]:
         nonlocal in_task
-        terms = _Terms(cluster, work, options, words, payload, screen, tasks, generation)
+        terms = _Terms(cluster, work, options, words, payload, screen, tasks, generation, is_empty)
         if not in_task:
             try:
                 return _Attempt(terms).run(rows)
@@ -119,7 +119,7 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
                 # The optimizer leaves out what has no rows, and the tasks with it.
                 if work.rows is None or not work.rows.isEmpty():
                     raise
-                return attempt(nothing.where("rand() < 0"), generation)
+                return attempt(nothing, generation, is_empty=True)
             except TaskFailedError as error:
                 if generation == restarts:
                     raise
@@ -245,6 +245,8 @@ class _Terms:
     screen: _Screen
     tasks: int
     generation: int
+    #: The frame has no rows, and others stand for them.
+    is_empty: bool
 
     def plan(self, invitations: list[str] | None, supervisor: bytes | None) -> Plan:
         wanted = self.cluster.accelerators
@@ -256,6 +258,7 @@ class _Terms:
             executable=self.options.executable,
             accelerator=None if wanted is None else wanted.kind,
             schema=self.work.schema,
+            is_empty=self.is_empty,
             environment=self.work.environment,
         )
 

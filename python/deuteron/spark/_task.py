@@ -48,6 +48,8 @@ class Plan:
     accelerator: str | None = None
     #: The schema of a partition without rows, as Arrow writes it; ``None`` if ranks get no rows.
     schema: bytes | None = None
+    #: Whether what comes are not the rows that ranks are to see, of which there are none.
+    is_empty: bool = False
     #: More for the environment of agent and rank.
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -94,7 +96,7 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
         from deuteron.spark.partition import VARIABLE, Spool
 
         schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(plan.schema))
-        spool = Spool(batches, schema, environment.get("SPARK_LOCAL_DIRS", "").split(","))
+        spool = Spool(() if plan.is_empty else batches, schema, environment.get("SPARK_LOCAL_DIRS", "").split(","))
         environment[VARIABLE] = f"/proc/self/fd/{spool.descriptor}"
     else:
         for _ in batches:
