@@ -89,12 +89,11 @@ class Job:
         payload: bytes,
         stdout_is_terminal: bool = False,
         stderr_width: int | None = None,
-        invited: bool = False,
-        generation: int = 0,
+        invited: int | None = None,
     ) -> Job:
         """Starts what ``settings``, the words of ``deuteron run``, ask for: ``command`` in every task, with
         ``payload`` for all. ``InvalidError`` if they make no sense, before anything has started. With ``invited``,
-        agents come by themselves, one for each task. ``generation`` is the number of the first attempt."""
+        the number of the first attempt, agents come by themselves, one for each task."""
     def invitation(self, timeout: float) -> tuple[int, str] | None:
         """The next agent that is wanted, by its number, and the line that it has to find on its standard input, which
         then stays open; the line is the key to the job. ``None`` after a while without one."""

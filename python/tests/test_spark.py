@@ -286,6 +286,27 @@ def test_adaptive_execution_and_skew_change_nothing(session: Any) -> None:
     assert sorted(row for _, own, _ in results for row in own) == [0, *range(1990, 2000)]
 
 
+def test_a_gigabyte_needs_little_memory(session: Any) -> None:
+    def measure(partition: Any) -> Any:
+        def memory(process: int | str, name: str) -> int:
+            text = Path(f"/proc/{process}/status").read_text()
+            return int(re.search(rf"{name}:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
+
+        before = memory("self", "RssAnon")
+        size = 0
+        for _ in range(2):
+            size = sum(batch.nbytes for batch in partition)
+        # The agent's parent is Spark's Python worker, which has written the file.
+        agent = Path(f"/proc/{os.getppid()}/stat").read_text()
+        worker = int(agent.rpartition(")")[2].split()[1])
+        return size, memory("self", "RssAnon") - before, memory(worker, "VmHWM")
+
+    rows = session.range(1_000_000).selectExpr("cast(repeat('x', 1024) as binary) as tensor")
+    ((size, grown, worker),) = deuteron.spark.barrier(rows, 1).map_partitions(measure, verbose=0)
+    assert size > 1_000_000_000
+    assert grown < 100_000_000 and worker < 400_000_000, (grown, worker)
+
+
 def test_a_failing_rank_is_started_again_with_the_same_rows(session: Any, tmp_path: Path) -> None:
     def work(partition: Any) -> Any:
         context = deuteron.context()
@@ -459,17 +480,16 @@ def test_a_killed_driver_leaves_nothing(cluster: Cluster, tmp_path: Path) -> Non
         seen += b"working" in line
         if seen == 2:
             break
-    ranks = set(marked(cluster.mark, "sleep", "1000")) - before
-    assert len(ranks) == 2
+    until(lambda: len(set(marked(cluster.mark, "sleep", "1000")) - before) == 2)
     driver.kill()
     driver.wait()
     until(lambda: not marked(cluster.mark, "_start.py") and not marked(cluster.mark, "sleep", "1000"), 10)
 
 
 def test_local_cluster_and_errors_of_sessions(tmp_path: Path) -> None:
-    script = tmp_path / "local.py"
-    script.write_text(
-        textwrap.dedent("""
+    lines = script(
+        tmp_path,
+        """
             import deuteron.spark, os
             from deuteron.errors import InvalidError
             from pyspark.sql import SparkSession
@@ -496,12 +516,9 @@ def test_local_cluster_and_errors_of_sessions(tmp_path: Path) -> None:
             except InvalidError as error:
                 print("REFUSED", error)
             spark.stop()
-        """)
+        """,
+        "local",
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment("local"), stdout=subprocess.PIPE, timeout=110, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("REFUSED", "RESULT"))]
     assert lines[0].startswith("REFUSED there is no active Spark session: make one")
     assert lines[1].startswith("REFUSED spark.dynamicAllocation.enabled is true")
     assert lines[2] == "RESULT [(0, 2, '2'), (1, 2, '2')]"
@@ -516,6 +533,31 @@ def script(folder: Path, text: str, mark: str, *words: str) -> list[str]:
         [sys.executable, str(file), *words], env=environment(mark), stdout=subprocess.PIPE, timeout=110, text=True
     )
     return [line for line in done.stdout.splitlines() if re.match("[A-Z]{3,} ", line)]
+
+
+def test_spark_with_authentication_and_encryption(tmp_path: Path) -> None:
+    lines = script(
+        tmp_path,
+        """
+            import deuteron.spark, os
+            from pyspark.sql import SparkSession
+
+            builder = SparkSession.builder.master("local-cluster[1,2,1024]").config("spark.authenticate", "true")
+            builder = builder.config("spark.authenticate.secret", "secret").config("spark.ui.enabled", "false")
+            builder = builder.config("spark.network.crypto.enabled", "true")
+            builder = builder.config("spark.io.encryption.enabled", "true")
+            spark = builder.getOrCreate()
+
+            def count(partition):
+                deuteron.context().barrier()
+                return partition.num_rows
+
+            print("ROWS", sum(deuteron.spark.barrier(spark.range(1000), 2).map_partitions(count, verbose=0)))
+            spark.stop()
+        """,
+        "encrypted",
+    )
+    assert lines == ["ROWS 1000"]
 
 
 def test_connect(tmp_path: Path) -> None:

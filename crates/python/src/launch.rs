@@ -101,9 +101,9 @@ type Piece<'py> = (bool, Bound<'py, PyBytes>);
 #[pymethods]
 impl Job {
     /// Starts what `settings`, the words of `deuteron run`, ask for: `command` in every task, with `payload` for all.
-    /// With `invited`, agents come by themselves: see `invitation`. `generation` is the number of the first attempt.
+    /// With `invited`, the number of the first attempt, agents come by themselves: see `invitation`.
     #[new]
-    #[pyo3(signature = (settings, command, agent, payload, stdout_is_terminal=false, stderr_width=None, invited=false, generation=0))]
+    #[pyo3(signature = (settings, command, agent, payload, stdout_is_terminal=false, stderr_width=None, invited=None))]
     fn new(
         settings: Vec<OsString>,
         command: Vec<OsString>,
@@ -111,8 +111,7 @@ impl Job {
         payload: &[u8],
         stdout_is_terminal: bool,
         stderr_width: Option<usize>,
-        invited: bool,
-        generation: u64,
+        invited: Option<u64>,
     ) -> PyResult<Self> {
         let shown = Arc::<Shown>::default();
         let screen = Screen {
@@ -123,9 +122,9 @@ impl Job {
         };
         let (mut job, show) = embedded::job(agent, &settings, &command, screen).map_err(invalid)?;
         job.payload = payload.into();
-        job.first_generation = generation;
+        job.first_generation = invited.unwrap_or_default();
         let (invite, invitations) = mpsc::channel();
-        if invited {
+        if invited.is_some() {
             job.hosts = deuteron_gang::Job::invited(job.tasks, [""]).hosts;
         }
         let (control, show) = (Control::default(), Arc::new(Mutex::new(show)));
@@ -136,7 +135,7 @@ impl Job {
                 way.wait_for_room();
                 printer.lock().unwrap_or_else(PoisonError::into_inner).event(event);
             };
-            let outcome = match invited {
+            let outcome = match invited.is_some() {
                 true => {
                     let tell = move |agent, line| drop(invite.send((agent, line)));
                     supervisor::run_invited(job, &reins, tell, sink)

@@ -34,7 +34,7 @@ def main() -> int:
     words, command, payload, generation = pickle.loads(stdin.read(int.from_bytes(stdin.read(8), "little")))
     threading.Thread(target=_leave_at_end, daemon=True).start()
     tasks = int(words[words.index("--tasks") + 1])
-    job = _core.Job(words, command, ["agent"], payload, invited=True, generation=generation)
+    job = _core.Job(words, command, ["agent"], payload, invited=generation)
     stdout.write(json.dumps(invited(job, tasks)).encode() + b"\n")
     stdout.flush()
     kept: dict[bytes, deque[tuple[bool, bytes]]] = defaultdict(lambda: deque(maxlen=_LAST))
