@@ -29,6 +29,7 @@ if os.environ.get("CI") != "true":
     pytest.importorskip("pyarrow")
 
 import deuteron.spark
+import horovod
 import pyspark
 from pyspark.sql import SparkSession
 
@@ -38,12 +39,13 @@ HOST = os.uname().nodename
 #: From what happens to the driver's exception.
 SOON = 3.0
 HOME = Path(pyspark.__file__).parent
-ROOT = Path(deuteron.__file__).parent.parent
+#: Where the packages are: beside each other if they are installed.
+PACKAGES = dict.fromkeys(str(Path(module.__file__ or "").parent.parent) for module in (deuteron, horovod))
 
 
 def environment(mark: str) -> dict[str, str]:
     """What every process of Spark's gets here."""
-    path = [str(ROOT), str(ROOT / "horovod"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [*PACKAGES, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

@@ -274,9 +274,7 @@ class _Attempt:
         # No width: Spark draws its own progress on the same line.
         look = (terms.screen.stdout_is_terminal, None)
         try:
-            self._job = _core.Job(
-                terms.words, terms.work.command, ["agent"], terms.payload, *look, terms.generation
-            )
+            self._job = _core.Job(terms.words, terms.work.command, ["agent"], terms.payload, *look, terms.generation)
         except InvalidError as error:
             raise InvalidError(_in_words_of_python(str(error))) from None
 
