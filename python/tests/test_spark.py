@@ -397,6 +397,16 @@ def test_what_can_never_be_is_refused_at_once(session: Any) -> None:
         deuteron.spark.barrier([1, 2])
 
 
+def test_executors_that_do_not_come_are_waited_for(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mock: how long executors are on their way is up to a cluster manager.
+    monkeypatch.setattr("deuteron.spark._session.Cluster.slots", lambda cluster: 1)
+    monkeypatch.setenv("HOROVOD_SPARK_START_TIMEOUT", "3")
+    errors = io.StringIO()
+    with pytest.raises(LaunchError, match=r"Spark has 1 of 2 slots after 3 s \(start_timeout\): start more executors"):
+        deuteron.spark.run(os.getpid, num_proc=2, stdout=io.StringIO(), stderr=errors)
+    assert errors.getvalue() == "deuteron: waiting for Spark: 1 of 2 slots are there\n"
+
+
 def test_another_version_on_an_executor_is_named(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deuteron.spark._gang.__version__", "99.0.0")
     text = rf"the driver has deuteron 99.0.0, and there is {re.escape(deuteron.__version__)} on {HOST}"

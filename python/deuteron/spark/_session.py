@@ -48,6 +48,8 @@ class Cluster:
         self.is_connect = "connect" in type(session).__module__
         self.accelerators = accelerators
         self.note: str | None = None
+        # Asked once: on a classic session every copy of it takes milliseconds.
+        self._settings = session.conf if self.is_connect else session.sparkContext.getConf()
         if self._flag("spark.dynamicAllocation.enabled"):
             raise InvalidError(
                 "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages with it: set it to "
@@ -59,10 +61,7 @@ class Cluster:
         self.profile = self._profile()
 
     def setting(self, name: str, default: str = "") -> str:
-        if self.is_connect:
-            value = self.session.conf.get(name, default)
-        else:
-            value = self.session.sparkContext.getConf().get(name, default)
+        value = self._settings.get(name, default)
         return default if value is None else str(value)
 
     def _flag(self, name: str) -> bool:
