@@ -461,6 +461,25 @@ def test_a_killed_executor_is_known_at_once(session: Any, cluster: Cluster, tmp_
     assert deuteron.spark.run(os.getpid, num_proc=2, verbose=0)
 
 
+def test_a_lost_executor_is_followed_by_the_next_generation(session: Any, cluster: Cluster, tmp_path: Path) -> None:
+    def work() -> int:
+        context = deuteron.context()
+        if context.generation == 0:
+            (tmp_path / str(context.rank)).touch()
+            time.sleep(60)
+        return context.generation
+
+    def kill() -> None:
+        until(lambda: len(list(tmp_path.iterdir())) == 4)
+        os.kill(cluster.executors()[0], signal.SIGKILL)
+
+    until(lambda: len(cluster.executors()) == 2)
+    threading.Thread(target=kill).start()
+    errors = io.StringIO()
+    assert deuteron.spark.run(work, num_proc=4, restarts=1, verbose=0, stderr=errors) == [1, 1, 1, 1]
+    assert "was lost" in errors.getvalue() and "restart 1 of 1 follows" in errors.getvalue()
+
+
 DRIVER = """
     import time, sys
     from pyspark.sql import SparkSession
