@@ -48,7 +48,7 @@ tools() {
 }
 
 # Open MPI is a peer in the benchmark; ip and tc make hosts out of network namespaces; setpriv drops privileges; sshd
-# serves the tests that start agents over ssh.
+# serves the tests that start agents over ssh; Spark needs Java.
 system() {
     local packages=()
     have cc || packages+=(gcc libc6-dev)
@@ -57,6 +57,7 @@ system() {
     have mpicc || packages+=(libopenmpi-dev)
     # Open MPI looks for a remote shell even when every rank is local.
     have mpirun && have ssh || packages+=(openmpi-bin openssh-client)
+    have java && have keytool || packages+=(openjdk-17-jre-headless)
     # Installing it opens a port where an init system starts it, so a machine that is not for this alone is asked first.
     [ -x /usr/sbin/sshd ] || if [ "${CI:-}" = true ]; then packages+=(openssh-server); fi
     if [ ${#packages[@]} -gt 0 ]; then
@@ -76,7 +77,7 @@ system() {
     fi
 
     local command
-    for command in cc ip tc setpriv mpicc mpirun; do
+    for command in cc ip tc setpriv mpicc mpirun java keytool; do
         have "$command" || missing "$command is not installed: the tests and benchmarks that use it are skipped"
     done
     [ -x /usr/sbin/sshd ] || missing "/usr/sbin/sshd is not installed (openssh-server): the tests that use it are skipped"
@@ -89,14 +90,16 @@ system() {
     say "system components are checked"
 }
 
-# PyTorch brings Gloo; pytest and mypy test the package. The stamp is written last, so that an interrupted installation is made again.
+# PyTorch brings Gloo; pytest and mypy test the package, which also runs on the Spark before. The stamp is written last, so
+# that an interrupted installation is made again.
 peers() {
-    local stamp
-    stamp="$(sha256sum <requirements-test.txt) $(python --version)"
+    local stamp spark=(pyspark==3.5.9 py4j==0.10.9.7)
+    stamp="$(sha256sum <requirements-test.txt) ${spark[*]} $(python --version)"
     if ! [ -x .venv/bin/python ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
-        say "installing PyTorch, matplotlib and pytest into .venv; a few minutes, 6 GB"
+        say "installing PyTorch, Spark, matplotlib and pytest into .venv; a few minutes, 8 GB"
         python -m venv --clear .venv
         .venv/bin/python -m pip install --requirement requirements-test.txt
+        .venv/bin/python -m pip install --no-deps --no-build-isolation --target .venv/spark-3.5 "${spark[@]}"
         .venv/bin/python -c 'import torch.distributed as d; assert d.is_gloo_available(), "this PyTorch has no Gloo"'
         printf '%s\n' "$stamp" >.venv/stamp
     fi
