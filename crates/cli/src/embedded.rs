@@ -26,6 +26,8 @@ pub struct Screen {
     pub stdout_is_terminal: bool,
     /// How many columns the second has, if it is a terminal.
     pub stderr_width: Option<usize>,
+    /// Who starts the agents, one for each task, if the job does not.
+    pub starter: Option<&'static str>,
 }
 
 /// Shows what happens to a job.
@@ -89,6 +91,7 @@ fn prepare(
         width: screen.stderr_width,
         timestamps: settings.flag("timestamps"),
         verbosity: run::verbosity(&settings),
+        starter: screen.starter,
     };
     Ok((job, Show(Printer::new(look, screen.stdout, screen.stderr, files))))
 }
@@ -136,6 +139,7 @@ mod tests {
             stderr: Box::new(std::io::sink()),
             stdout_is_terminal: false,
             stderr_width: None,
+            starter: None,
         };
         let words: Vec<OsString> = words.iter().map(OsString::from).collect();
         job(vec!["agent".into()], &words, &["true".into()], screen).map(|(job, _)| job)

@@ -42,6 +42,8 @@ pub(crate) struct Look {
     pub width: Option<usize>,
     pub timestamps: bool,
     pub verbosity: Verbosity,
+    /// Who starts the agents, one for each task, if not we.
+    pub starter: Option<&'static str>,
 }
 
 /// Standard output takes nothing any more; what comes after it is dropped.
@@ -141,13 +143,18 @@ impl Printer {
         if self.look.verbosity == Verbosity::Quiet || assembly.missing.is_empty() {
             return;
         }
-        let text = format!(
-            "waiting for {} ({} of {} there, {} s)",
-            shortened(&assembly.missing),
-            assembly.joined,
-            counted(assembly.joined + assembly.missing.len(), "host"),
-            waited.as_secs(),
-        );
+        let (joined, all) = (assembly.joined, assembly.joined + assembly.missing.len());
+        let seconds = waited.as_secs();
+        let text = match self.look.starter {
+            Some(starter) => {
+                let tasks = counted(all, "task");
+                format!("waiting for {starter}: {joined} of {tasks} ready ({seconds} s)")
+            }
+            None => {
+                let (missing, hosts) = (shortened(&assembly.missing), counted(all, "host"));
+                format!("waiting for {missing} ({joined} of {hosts} there, {seconds} s)")
+            }
+        };
         match self.look.width {
             Some(width) if waited >= PROGRESS_AFTER => self.draw(width, &text),
             None if waited >= TELL_AFTER && !assembly.told => {
@@ -446,6 +453,7 @@ mod tests {
         width: None,
         timestamps: false,
         verbosity: Verbosity::Normal,
+        starter: None,
     };
 
     struct Stage {
@@ -573,6 +581,11 @@ mod tests {
             stage.stderr.text(),
             "deuteron: waiting for a, b, c, d, e and 2 more (0 of 7 hosts there, 2 s)\n"
         );
+        let mut invited = Stage::new(Look { starter: Some("Spark"), ..PLAIN }, None);
+        invited.show(0, assembling(&["task 1"], &["task 0"]));
+        invited.tick(2100);
+        let text = "deuteron: waiting for Spark: 1 of 2 tasks ready (2 s)\n";
+        assert_eq!(invited.stderr.text(), text);
         let mut quiet = Stage::new(Look { verbosity: Verbosity::Quiet, ..PLAIN }, None);
         quiet.show(0, assembling(&[], &["a"]));
         quiet.tick(3000);

@@ -225,6 +225,7 @@ fn look(settings: &Settings) -> Look {
         width,
         timestamps: settings.flag("timestamps"),
         verbosity: verbosity(settings),
+        starter: None,
     }
 }
 

@@ -135,9 +135,9 @@ fn supervisor_gone() -> Result<impl Future<Output = String>> {
         .map_err(failed)?;
     Ok(async move {
         tokio::select! {
-            _ = ended => "the supervisor is gone".to_owned(),
-            _ = terminate.recv() => "the agent was asked to end (SIGTERM)".to_owned(),
-            _ = interrupt.recv() => "the agent was asked to end (SIGINT)".to_owned(),
+            _ = ended => "the process that has started the agent is gone".to_owned(),
+            _ = terminate.recv() => "somebody has asked the agent to end (SIGTERM)".to_owned(),
+            _ = interrupt.recv() => "somebody has asked the agent to end (SIGINT)".to_owned(),
         }
     })
 }
@@ -359,6 +359,9 @@ pub(crate) async fn serve(
         drop(writer);
     }
     if let Some(reason) = reason {
+        // The supervisor need not wait until they have ended to know that they do.
+        let leaving = FromAgent::Leaving { generation: agent.generation, reason: reason.clone() };
+        let _ = agent.out.try_send(leaving);
         agent.end(&reason);
         while !agent.running.is_empty() {
             tokio::select! {

@@ -181,13 +181,22 @@ pub(crate) enum FromAgent {
         piece: Vec<u8>,
     },
     Paused,
+    /// It ends its tasks without being told to, and why; then it leaves.
+    Leaving {
+        generation: u64,
+        reason: String,
+    },
 }
 
 impl FromAgent {
     /// The task that it is about.
     pub fn rank(&self) -> Option<usize> {
         match self {
-            Self::Beat | Self::Hand(_) | Self::Started { .. } | Self::Paused => None,
+            Self::Beat
+            | Self::Hand(_)
+            | Self::Started { .. }
+            | Self::Paused
+            | Self::Leaving { .. } => None,
             Self::Output { rank, .. }
             | Self::Confessed { rank, .. }
             | Self::Failed { rank, .. }

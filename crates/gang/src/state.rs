@@ -364,6 +364,12 @@ impl Machine {
                 let reason = format!("rank {rank} gave up: {reason}");
                 self.abandon(generation, &name, &reason);
             }
+            FromAgent::Leaving { generation, reason } => {
+                if let Some(rank) = self.running(generation).and_then(|a| a.first_of(agent)) {
+                    let ending = Ending::Lost(format!("its agent leaves: {reason}"));
+                    self.fail(now, rank, ending, String::new());
+                }
+            }
             FromAgent::Result { generation, rank, piece } => {
                 if let Some(result) = self.running(generation).and_then(|a| a.results.get_mut(rank))
                 {

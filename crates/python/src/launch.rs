@@ -119,6 +119,7 @@ impl Job {
             stderr: Box::new(Surface(Stream::Stderr, Arc::clone(&shown))),
             stdout_is_terminal,
             stderr_width,
+            starter: invited.map(|_| "Spark"),
         };
         let (mut job, show) = embedded::job(agent, &settings, &command, screen).map_err(invalid)?;
         job.payload = payload.into();

@@ -623,6 +623,24 @@ fn tasks_that_outlive_their_grace_are_given_up_with_their_agent() {
 }
 
 #[test]
+fn an_agent_that_leaves_is_believed_before_its_tasks_have_ended() {
+    let World { mut machine, now, .. } = pair(0);
+    let (generation, reason) = (0, "its executor is gone".to_owned());
+    let actions = machine.handle(now, Input::Said(1, FromAgent::Leaving { generation, reason }));
+    let told = |agent| {
+        let end = |action: &Action| matches!(action, Action::Send(to, ToAgent::End { .. }) if *to == agent);
+        actions.iter().any(end)
+    };
+    assert!(told(0) && told(1), "{actions:?}");
+    machine.handle(now, Input::Gone(1, "closed its connection".into()));
+    let ending = Ending::Exited(0);
+    let actions =
+        machine.handle(now, Input::Said(0, FromAgent::Ended { generation, rank: 0, ending }));
+    let Some(Action::Finish(Err(error))) = actions.last() else { panic!("{actions:?}") };
+    assert_eq!(error.to_string(), "rank 1 on b was lost: its agent leaves: its executor is gone");
+}
+
+#[test]
 fn a_rank_that_comes_late_to_an_abandoned_rendezvous_hears_of_it() {
     let mut world = pair(0);
     world.step(&Step::Abandon(0, 1));
