@@ -24,6 +24,8 @@ from deuteron.spark._task import Plan
 _LEAVE = 2.0
 #: Seconds that Spark has to say why tasks are gone.
 _EXPLAIN = 2.0
+#: Seconds between SIGTERM and SIGKILL, if not said: a failure is to be raised within 3 s, also if a rank ignores the first.
+_GRACE = 1.5
 #: Seconds after which an agent that cannot be reached has left: it looks every quarter of a second, and has its grace.
 _LEASE = 6.0
 #: Seconds between two lines about slots.
@@ -31,6 +33,8 @@ _TELL = 10.0
 #: Where rows are computed first, nobody knows how long that takes.
 _NO_LIMIT = 10 * 365 * 86400.0
 
+#: What a supervisor says that has waited too long.
+_NOT_JOINED = "no agent has joined"
 #: What an agent says that cannot reach its supervisor.
 _UNREACHABLE = "the supervisor cannot be reached"
 
@@ -124,7 +128,7 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
                 if generation == restarts:
                     raise
                 lost = error.ending.startswith("was lost")
-                pause = _LEASE if lost else min(2.0**generation, 60.0)
+                pause = max(_LEASE, (options.grace or 0) + 1) if lost else min(2.0**generation, 60.0)
                 note = f"deuteron: {error}; restart {generation + 1} of {restarts} follows in {pause:.1f} s\n"
                 screen.show([(True, note.encode())])
                 time.sleep(pause)
@@ -211,7 +215,7 @@ def _words(cluster: Cluster, tasks: int, options: Options, start_limit: float) -
         options.env,
         0,
         start_limit,
-        options.grace,
+        _grace(options),
         options.output,
     )
     if options.nics:
@@ -223,6 +227,12 @@ def _words(cluster: Cluster, tasks: int, options: Options, start_limit: float) -
     elif options.verbose is not True and options.verbose > 1:
         words.append("--verbose")
     return words
+
+
+def _grace(options: Options) -> float | None:
+    """``None`` if the environment or a file may say it."""
+    elsewhere = "DEUTERON_GRACE" in os.environ or "DEUTERON_CONFIG" in os.environ
+    return options.grace if options.grace is not None or elsewhere else _GRACE
 
 
 def _supervisor_in_task(cluster: Cluster) -> bool:
@@ -259,6 +269,7 @@ class _Terms:
             accelerator=None if wanted is None else wanted.kind,
             schema=self.work.schema,
             is_empty=self.is_empty,
+            echo=self.cluster.has_logs,
             environment=self.work.environment,
         )
 
@@ -293,7 +304,9 @@ class _Attempt:
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             job.end("SIGINT" if interrupted else f"{type(error).__name__} in the process that started it")
-            if stage is not None and not stage.wait(_LEAVE):
+            # Spark may take long to see that an executor is lost.
+            lost = isinstance(error, TaskFailedError) and error.ending.startswith("was lost")
+            if stage is not None and not stage.wait(_GLANCE if lost else _LEAVE):
                 stage.cancel()
                 stage.wait(_EXPLAIN)
             raise
@@ -304,15 +317,16 @@ class _Attempt:
 
     def _watch(self, stage: Stage) -> None:
         """Shows what ranks print until the job is over; ends it if the stage is over first."""
-        job, told = self._job, None
+        job, patience = self._job, None
         while (pieces := job.output(_GLANCE)) is not None:
             self._screen.show(pieces)
-            if told is None and stage.is_over:
-                told = time.monotonic()
-            # The gang may know better why: it hears of a lost agent at about the same time.
-            if told is not None and time.monotonic() - told > _LEAVE / 2:
+            if patience is None and stage.is_over:
+                # The gang may know better why: it hears of a lost agent at about the same time, and ends its ranks.
+                ending = _LEAVE / 2 if stage.reason is not None else _LEAVE / 2 + (self._terms.options.grace or _GRACE)
+                patience = time.monotonic() + ending
+            if patience is not None and time.monotonic() > patience:
                 job.end("Spark")
-                told = float("inf")
+                patience = float("inf")
 
     def _results(self, stage: Stage) -> list[bytes | None]:
         try:
@@ -323,8 +337,19 @@ class _Attempt:
             stage.wait(_EXPLAIN)
             _raise_for(stage)
             if isinstance(error, LaunchError):
+                if _NOT_JOINED in str(error):
+                    raise LaunchError(self._not_started()) from None
                 raise
             raise LaunchError("Spark has ended the tasks of the stage before their ranks had ended") from None
+
+
+    def _not_started(self) -> str:
+        limit = _start_timeout(self._terms.options.start_timeout)
+        return (
+            f"Spark has not started all {self._terms.tasks} tasks within {limit:.0f} s (start_timeout): other jobs may "
+            "hold its slots, or executors cannot start Python: look at the stage in Spark's pages, and at the "
+            "executors' logs"
+        )
 
 
 class _RemoteAttempt:

@@ -105,6 +105,11 @@ class Cluster:
         return ResourceProfileBuilder().require(requests).build
 
     @property
+    def has_logs(self) -> bool:
+        """Whether executors write elsewhere than this process, which shows what ranks print anyway."""
+        return self.is_connect or re.fullmatch(r"local(\[.*\])?", self.setting("spark.master")) is None
+
+    @property
     def _uses_accelerators(self) -> bool:
         return self.accelerators is not None and self.note is None
 

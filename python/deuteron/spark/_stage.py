@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import uuid
 from typing import Any
@@ -34,8 +35,9 @@ class Stage:
 
         from pyspark import InheritableThread
 
-        # So that it has the user's pool, properties and tags.
-        options = {"session": self._session} if self._is_connect else {}
+        # So that it has the user's pool, properties and tags; Spark 3.5 asks for no session.
+        takes_session = "session" in inspect.signature(InheritableThread.__init__).parameters
+        options = {"session": self._session} if self._is_connect and takes_session else {}
         self._thread = InheritableThread(target=self._submit, daemon=True, **options)
         self._thread.start()
 

@@ -50,6 +50,8 @@ class Plan:
     schema: bytes | None = None
     #: Whether what comes are not the rows that ranks are to see, of which there are none.
     is_empty: bool = False
+    #: Whether what ranks print goes to the executor's log too.
+    echo: bool = True
     #: More for the environment of agent and rank.
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -104,7 +106,8 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     environment["DEUTERON_SPARK_PYTHON"] = plan.executable or sys.executable
     environment["DEUTERON_SPARK_START"] = _START
-    environment["DEUTERON_AGENT_ECHO"] = "1"
+    if plan.echo:
+        environment["DEUTERON_AGENT_ECHO"] = "1"
     if plan.accelerator is not None:
         assigned = {"name": plan.accelerator, "addresses": addresses}
         environment["DEUTERON_AGENT_ACCELERATORS"] = json.dumps(assigned)

@@ -637,7 +637,7 @@ fn an_agent_that_leaves_is_believed_before_its_tasks_have_ended() {
     let actions =
         machine.handle(now, Input::Said(0, FromAgent::Ended { generation, rank: 0, ending }));
     let Some(Action::Finish(Err(error))) = actions.last() else { panic!("{actions:?}") };
-    assert_eq!(error.to_string(), "rank 1 on b was lost: its agent leaves: its executor is gone");
+    assert_eq!(error.to_string(), "rank 1 on h1 was lost: its agent leaves: its executor is gone");
 }
 
 #[test]
