@@ -24,7 +24,7 @@ from deuteron.spark._task import Plan
 _LEAVE = 2.0
 #: Seconds that Spark has to say why tasks are gone.
 _EXPLAIN = 2.0
-#: Seconds between SIGTERM and SIGKILL, if not said: a failure is to be raised within 3 s, also if a rank ignores the first.
+#: Seconds between SIGTERM and SIGKILL, if not said: a failure is raised within 3 s, even if a rank ignores the first.
 _GRACE = 1.5
 #: Seconds after which an agent that cannot be reached has left: it looks every quarter of a second, and has its grace.
 _LEASE = 6.0
@@ -341,7 +341,6 @@ class _Attempt:
                     raise LaunchError(self._not_started()) from None
                 raise
             raise LaunchError("Spark has ended the tasks of the stage before their ranks had ended") from None
-
 
     def _not_started(self) -> str:
         limit = _start_timeout(self._terms.options.start_timeout)
