@@ -96,7 +96,7 @@ peers() {
     local stamp spark=(pyspark==3.5.9 py4j==0.10.9.7)
     stamp="$(sha256sum <requirements-test.txt) ${spark[*]} $(python --version)"
     if ! [ -x .venv/bin/python ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
-        say "installing PyTorch, Spark, matplotlib and pytest into .venv; a few minutes, 8 GB"
+        say "installing PyTorch, Spark, matplotlib and pytest into .venv; a few minutes, 7 GB"
         python -m venv --clear .venv
         .venv/bin/python -m pip install --requirement requirements-test.txt
         .venv/bin/python -m pip install --no-deps --no-build-isolation --target .venv/spark-3.5 "${spark[@]}"
