@@ -68,7 +68,7 @@ check-python: setup-test ## types of the Python package, and that its stubs tell
 	.venv/bin/python -m mypy.stubtest deuteron._core
 
 test-python: setup-test ## the Python package on real processes
-	$(call suite,1200) .venv/bin/python -m pytest python/tests
+	$(call suite,1800) .venv/bin/python -m pytest python/tests
 
 test-large: ## tests that need much memory or time, on demand
 	$(call suite,1200) cargo test $(LOCKED) --release --workspace --tests --no-run
