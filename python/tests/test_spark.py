@@ -678,14 +678,16 @@ def test_dynamic_allocation_is_refused_and_busy_slots_are_waited_for(tmp_path: P
             spark.stop()
             spark = builder.config("spark.dynamicAllocation.enabled", "false").getOrCreate()
 
+            mark = sys.argv[1]
+
             def hold(batches):
-                open(sys.argv[1], "w").close()
+                open(mark, "w").close()
                 time.sleep(8)
                 yield from batches
 
             busy = threading.Thread(target=spark.range(2, numPartitions=2).mapInArrow(hold, "id long").collect)
             busy.start()
-            while not os.path.exists(sys.argv[1]):
+            while not os.path.exists(mark):
                 time.sleep(0.1)
             errors = io.StringIO()
             try:
