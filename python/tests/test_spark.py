@@ -210,16 +210,22 @@ def test_results_come_by_rank_with_right_places(
     assert all(logs.count(f"I am {rank}\n") == 1 for rank in range(4))
 
 
-def test_horovods_words_are_the_same(session: Any) -> None:
+def test_horovods_words_are_the_same_and_executors_share_memory(session: Any) -> None:
     import horovod.spark
 
-    def rank(magic: int) -> tuple[int, int, int]:
+    def work(magic: int) -> Any:
         import horovod.torch as hvd
+        import torch
 
         hvd.init()
-        return hvd.rank(), hvd.size(), magic
+        total = hvd.allreduce(torch.ones(1000), op=hvd.Sum)
+        is_shared = "/memfd:deuteron" in Path("/proc/self/maps").read_text()
+        return (hvd.rank(), hvd.size(), magic, total[0].item(), is_shared), os.environ["SPARK_EXECUTOR_DIRS"]
 
-    assert horovod.spark.run(rank, args=(42,), num_proc=2, verbose=0) == [(0, 2, 42), (1, 2, 42)]
+    # More than one executor takes.
+    results = horovod.spark.run(work, args=(42,), num_proc=3, verbose=0)
+    assert [result for result, _ in results] == [(rank, 3, 42, 3.0, True) for rank in range(3)]
+    assert len({executor for _, executor in results}) == 2
 
 
 def test_ranks_have_the_executors_first_environment_and_ours(session: Any) -> None:
@@ -432,6 +438,27 @@ def test_executors_that_do_not_come_are_waited_for(session: Any, monkeypatch: py
     with pytest.raises(LaunchError, match=r"Spark has 1 of 2 slots after 3 s \(start_timeout\): start more executors"):
         deuteron.spark.run(os.getpid, num_proc=2, stdout=io.StringIO(), stderr=errors)
     assert errors.getvalue() == "deuteron: waiting for Spark: 1 of 2 slots are there\n"
+
+
+def test_slots_that_others_hold_are_waited_for(session: Any, tmp_path: Path) -> None:
+    def hold(batches: Iterator[Any]) -> Iterator[Any]:
+        (tmp_path / f"held-{os.getpid()}").touch()
+        while not (tmp_path / "free").exists():
+            time.sleep(0.1)
+        yield from batches
+
+    other = threading.Thread(target=session.range(4, numPartitions=4).mapInArrow(hold, "id long").collect)
+    other.start()
+    errors = io.StringIO()
+    try:
+        until(lambda: len(list(tmp_path.glob("held-*"))) == 4)
+        text = r"Spark has not started all 2 tasks within 3 s \(start_timeout\): other jobs may hold its slots"
+        with pytest.raises(LaunchError, match=text):
+            deuteron.spark.run(os.getpid, num_proc=2, start_timeout=3, stdout=io.StringIO(), stderr=errors)
+    finally:
+        (tmp_path / "free").touch()
+        other.join(60)
+    assert re.fullmatch(r"deuteron: waiting for Spark: 0 of 2 tasks ready \(\d s\)\n", errors.getvalue())
 
 
 def test_another_version_on_an_executor_is_named(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,50 +687,25 @@ def test_an_engine_that_ignores_barrier_is_refused(tmp_path: Path) -> None:
         assert "has accepted a barrier stage and runs its tasks one by one: use Apache Spark" in line
 
 
-@pytest.mark.timeout(SLOW)
-def test_dynamic_allocation_is_refused_and_busy_slots_are_waited_for(tmp_path: Path) -> None:
+def test_dynamic_allocation_is_refused(tmp_path: Path) -> None:
     lines = script(
         tmp_path,
         """
-            import deuteron.spark, io, os, sys, threading, time
-            from deuteron.errors import InvalidError, LaunchError
+            import deuteron.spark, os
+            from deuteron.errors import InvalidError
             from pyspark.sql import SparkSession
 
-            builder = SparkSession.builder.config("spark.ui.enabled", "false").master("local[2]")
+            builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
             spark = builder.config("spark.dynamicAllocation.enabled", "true").getOrCreate()
             try:
                 deuteron.spark.run(os.getpid)
             except InvalidError as error:
                 print("REFUSED", error)
             spark.stop()
-            spark = builder.config("spark.dynamicAllocation.enabled", "false").getOrCreate()
-
-            mark = sys.argv[1]
-
-            def hold(batches):
-                open(mark, "w").close()
-                time.sleep(8)
-                yield from batches
-
-            busy = threading.Thread(target=spark.range(2, numPartitions=2).mapInArrow(hold, "id long").collect)
-            busy.start()
-            while not os.path.exists(mark):
-                time.sleep(0.1)
-            errors = io.StringIO()
-            try:
-                deuteron.spark.run(os.getpid, num_proc=2, start_timeout=3, stderr=errors)
-            except LaunchError as error:
-                print("WAITED", errors.getvalue().strip(), "|", error)
-            busy.join()
-            spark.stop()
         """,
-        "busy",
-        str(tmp_path / "busy"),
+        "dynamic",
     )
-    assert lines[0].startswith("REFUSED spark.dynamicAllocation.enabled is true")
-    assert lines[1].startswith(
-        "WAITED deuteron: waiting for Spark: 0 of 2 tasks ready (2 s) | Spark has not started all 2"
-    )
+    assert len(lines) == 1 and lines[0].startswith("REFUSED spark.dynamicAllocation.enabled is true")
 
 
 def script(folder: Path, text: str, mark: str, *words: str, before: bool = False) -> list[str]:
