@@ -33,9 +33,9 @@ import horovod
 import pyspark
 from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(120)
-#: For what starts a cluster of its own: up to four JVMs, and sixteen imports of PyTorch, on however few cores.
+#: A test may have to start a cluster first, of up to four JVMs, or sixteen imports of PyTorch, on however few cores.
 SLOW = 300
+pytestmark = pytest.mark.timeout(SLOW)
 
 #: Spark before 4.
 BEFORE = Path(sys.prefix, "spark-3.5")
@@ -637,7 +637,6 @@ def check_two_devices_each(lines: list[str]) -> None:
     assert "never run more than 2 at once: spark.master is local-cluster[1,4,1024]" in lines[6]
 
 
-@pytest.mark.timeout(SLOW)
 def test_local_cluster_with_two_cores_and_two_devices_for_each_rank(tmp_path: Path) -> None:
     lines = script(tmp_path, TWO_DEVICES_EACH, "local", devices(tmp_path))
     check_two_devices_each(lines)
@@ -645,7 +644,6 @@ def test_local_cluster_with_two_cores_and_two_devices_for_each_rank(tmp_path: Pa
 
 
 @needs_spark_before
-@pytest.mark.timeout(SLOW)
 def test_spark_3_5_takes_devices_from_the_session(tmp_path: Path) -> None:
     lines = script(tmp_path, TWO_DEVICES_EACH, "before", devices(tmp_path), before=True)
     check_two_devices_each(lines)
@@ -722,7 +720,6 @@ def script(folder: Path, text: str, mark: str, *words: str, before: bool = False
     return [line for line in done.stdout.splitlines() if re.match("[A-Z]{3,} ", line)]
 
 
-@pytest.mark.timeout(SLOW)
 def test_spark_with_authentication_and_encryption(tmp_path: Path) -> None:
     store = tmp_path / "store.p12"
     words = ["-genkeypair", "-alias", "spark", "-keyalg", "RSA", "-storetype", "PKCS12", "-dname", "CN=localhost"]
@@ -758,7 +755,6 @@ def test_spark_with_authentication_and_encryption(tmp_path: Path) -> None:
     assert lines == ["ROWS 1000"]
 
 
-@pytest.mark.timeout(SLOW)
 def test_connect(tmp_path: Path) -> None:
     lines = script(
         tmp_path,
@@ -833,7 +829,6 @@ horovod.spark.run(fn, args=(42,))
 """  # noqa: E501
 
 
-@pytest.mark.timeout(SLOW)
 def test_the_session_in_the_pyspark_shell(tmp_path: Path) -> None:
     own = {**environment("shell"), "SPARK_HOME": str(HOME), "TERM": "dumb", "PYTHON_BASIC_REPL": "1"}
     shell, terminal = pty.openpty()
