@@ -285,9 +285,10 @@ def _summary(run: Run, made: list[Row]) -> list[list[str]]:
             if judged:
                 verdict = "reached" if all(judged) else "not reached"
                 lines.append([target.what, title, target.to_reach, f"{sum(judged)} of {len(judged)}", verdict])
-    for line in training(run):
-        verdict = "reached" if line.reached else "not reached"
-        lines.append([line.what, TRAINING_TITLE, line.to_reach, f"{int(line.reached)} of 1", verdict])
+    for title, found in _stories(run):
+        for line in found:
+            verdict = "reached" if line.reached else "not reached"
+            lines.append([line.what, title, line.to_reach, f"{int(line.reached)} of 1", verdict])
     return lines
 
 
@@ -295,8 +296,8 @@ SUMMARY_HEADINGS = ("to reach in", "case", "target", "sizes and types", "")
 
 
 @dataclass(frozen=True)
-class Training:
-    """What PyTorch's steps have shown, one target: ours, the other's, and how they compare."""
+class Comparison:
+    """One target that is not about a size: ours, the other's, and how they compare."""
 
     what: str
     ours: str
@@ -312,7 +313,8 @@ class Training:
 
 
 TRAINING_TITLE = "PyTorch, one host, 2 ranks"
-TRAINING_HEADINGS = ("PyTorch, one host, 2 ranks", "ours", "theirs", "compared", "to reach", "")
+SPARK_TITLE = "Spark, 2 ranks in a warm session"
+STORY_HEADINGS = ("ours", "theirs", "compared", "to reach", "")
 STEPS = {
     "step": ("overhead of a step of an MLP with 10 M parameters", 1 / 4),
     "backward": ("overhead of a backward pass with 1,000 tensors of 1 KiB", 1 / 3),
@@ -324,14 +326,20 @@ def _spread(values: list[float], unit: Callable[[float], str]) -> str:
     return f"{unit(median(values))} ({unit(min(values))} to {unit(max(values))})"
 
 
-def training(run: Run) -> list[Training]:
-    """Every target of training, from this run."""
+def _known(run: Run, case: str) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+    """The repetitions of a case by what is measured and by contestant, and the bytes of what is measured."""
     known: dict[str, dict[str, list[float]]] = {}
     sizes = {}
     for figure in run.figures:
-        if figure.case == "training":
+        if figure.case == case:
             known.setdefault(figure.type, {})[figure.contestant] = figure.repetitions
             sizes[figure.type] = figure.bytes
+    return known, sizes
+
+
+def training(run: Run) -> list[Comparison]:
+    """Every target of training, from this run."""
+    known, sizes = _known(run, "training")
 
     def best(what: str, who: str) -> list[float]:
         """In each repetition the fastest of somebody's variants."""
@@ -344,7 +352,7 @@ def training(run: Run) -> list[Training]:
             ours, gloo = known["allreduce"][call], known["allreduce"]["torch.distributed"]
             ratio = median(its / own for own, its in zip(ours, gloo, strict=True))
             names = f"{call} of 4 B", _spread(ours, duration), f"torch.distributed: {_spread(gloo, duration)}"
-            lines.append(Training(*names, f"{ratio:.1f} x faster", "20 x faster", ratio >= 20))
+            lines.append(Comparison(*names, f"{ratio:.1f} x faster", "20 x faster", ratio >= 20))
     for what, (title, bound) in STEPS.items():
         if what in known:
             base = best(what, "base")
@@ -355,7 +363,7 @@ def training(run: Run) -> list[Training]:
             part = median(max(mine, 0) / max(its, 1) for mine, its in zip(own, ddp, strict=True))
             beside = f"DDP: {_spread(ddp, duration)}, base {duration(median(base))}"
             row = title, _spread(own, duration), beside, f"{part:.3f} of theirs", f"at most {bound:.3f}"
-            lines.append(Training(*row, part <= bound))
+            lines.append(Comparison(*row, part <= bound))
     if "memory" in known:
         single = known["memory"]["single"]
         own, ddp = (
@@ -369,19 +377,61 @@ def training(run: Run) -> list[Training]:
         names = "memory beyond that of a single process, in copies of the gradients", _spread(own, copies)
         compared = f"{size(sizes['memory'])} each"
         row = *names, f"DDP: {_spread(ddp, copies)}", compared, "at most 1"
-        lines.append(Training(*row, median(own) <= 1))
+        lines.append(Comparison(*row, median(own) <= 1))
     return lines
 
 
-CONTESTANT_HEADINGS = ("PyTorch", "who", "time", "lowest to highest")
+def spark(run: Run) -> list[Comparison]:
+    """Every target of gangs on Spark, from this run."""
+    known, sizes = _known(run, "spark")
+    lines = []
+    if "gang" in known:
+        gang = known["gang"]
+        ours, theirs = gang["ours"], gang["TorchDistributor"]
+        ratio = median(its / own for own, its in zip(ours, theirs, strict=True))
+        names = "two ranks: init, one all-reduce, return", _spread(ours, duration)
+        row = *names, f"TorchDistributor: {_spread(theirs, duration)}", f"{ratio:.1f} x faster", "3 x faster"
+        lines.append(Comparison(*row, ratio >= 3))
+        others = gang["bare stage"], gang["imports"]
+        own = [took - stage - imports for took, stage, imports in zip(ours, *others, strict=True)]
+        beside = (
+            f"bare barrier stage: {duration(median(others[0]))}, two imports of torch: {duration(median(others[1]))}"
+        )
+        row = "our own part of it", _spread(own, duration), beside, "what we take beyond both", "under 0.5 s"
+        lines.append(Comparison(*row, median(own) < 0.5e9))
+    if "kill" in known:
+        ours = known["kill"]["ours"]
+        row = "from the kill of a rank to the driver's exception", _spread(ours, duration), "", "", "under 3 s"
+        lines.append(Comparison(*row, median(ours) < 3e9))
+    if "rows" in known:
+        rows = known["rows"]
+        ours, theirs = rows["ours"], rows["mapInArrow"]
+        ratio = median(its / own for own, its in zip(ours, theirs, strict=True))
+        names = f"{size(sizes['rows'])} of rows into ranks", _spread(ours, duration)
+        row = *names, f"mapInArrow: {_spread(theirs, duration)}", f"{ratio:.2f} x faster", "no slower"
+        lines.append(Comparison(*row, ratio >= 1))
+        first, second = rows["first epoch"], rows["second epoch"]
+        ratio = median(one / other for one, other in zip(first, second, strict=True))
+        names = "second epoch over them", _spread(second, duration), f"first epoch: {_spread(first, duration)}"
+        lines.append(Comparison(*names, f"{ratio:.1f} x faster", "20 x faster", ratio >= 20))
+    return lines
 
 
-def _contestants(run: Run) -> list[list[str]]:
-    """The times behind the targets of training."""
+def _stories(run: Run) -> list[tuple[str, list[Comparison]]]:
+    """Comparisons that are there, with their titles."""
+    return [(title, found) for title, found in ((TRAINING_TITLE, training(run)), (SPARK_TITLE, spark(run))) if found]
+
+
+CONTESTANT_HEADINGS = ("what", "who", "time", "lowest to highest")
+
+
+def _contestants(run: Run, title: str) -> list[list[str]]:
+    """The times behind comparisons."""
+    case = "training" if title == TRAINING_TITLE else "spark"
     return [
         [figure.type, figure.contestant, duration(figure.time), _range(figure)]
         for figure in run.figures
-        if figure.case == "training" and figure.type != "memory"
+        if figure.case == case and figure.type != "memory"
     ]
 
 
@@ -400,9 +450,9 @@ def text(run: Run) -> str:
     """The report for a terminal."""
     made = rows(run)
     parts = [f"{heading}\n{_text_table(HEADINGS, [_cells(row) for row in found])}" for heading, found in _groups(made)]
-    if lines := training(run):
-        parts.append(_text_table(CONTESTANT_HEADINGS, _contestants(run)))
-        parts.append(_text_table(TRAINING_HEADINGS, [line.cells() for line in lines]))
+    for title, lines in _stories(run):
+        parts.append(_text_table(CONTESTANT_HEADINGS, _contestants(run, title)))
+        parts.append(_text_table((title, *STORY_HEADINGS), [line.cells() for line in lines]))
     parts.append(_text_table(SUMMARY_HEADINGS, _summary(run, made)))
     return "\n\n".join(parts)
 
@@ -443,6 +493,13 @@ How it is measured:
   `gradient_as_bucket_view` ("view") and `static_graph` ("static"). Models and gradients are compared at the end.
   Memory is what a rank has of its own and its share of what it has together with others (`Pss_Anon` and `Pss_Shmem`),
   after backward, beyond that of a process that trains alone.
+- Spark: a standalone cluster on this machine, a master and two workers with one core each, and one session that is
+  warm. Both gangs are two ranks in two executors that start, sum one number and return: ours, and Spark's own
+  `TorchDistributor`, over Gloo. Our own part is what remains of our time after a barrier stage of two tasks that do
+  nothing, and two processes at once that import torch and nothing else. The rows are numbers, texts and binary
+  tensors in the executors' memory, dealt out to two tasks; each byte is looked at, by us in the ranks and by Spark's
+  `mapInArrow` in its own workers. The first epoch is from the call in the driver to a rank's last row, the second
+  reads the same rows in the same rank again; its time is not part of ours.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
@@ -458,10 +515,10 @@ def _page(runs: dict[str, Run]) -> str:
         facts = "\n".join(f"- {fact}: {value}" for fact, value in run.facts.items())
         parts.append(f"## {run.facts['cores']} cores\n\n{facts}\n\n![Bandwidth by size](img/{name}.svg)\n")
         parts.append(_markdown_table(SUMMARY_HEADINGS, _summary(run, made)) + "\n")
-        if lines := training(run):
-            parts.append(f"### {TRAINING_TITLE}\n")
-            parts.append(_markdown_table(TRAINING_HEADINGS, [line.cells() for line in lines]) + "\n")
-            parts.append(_markdown_table(CONTESTANT_HEADINGS, _contestants(run)) + "\n")
+        for title, lines in _stories(run):
+            parts.append(f"### {title}\n")
+            parts.append(_markdown_table((title, *STORY_HEADINGS), [line.cells() for line in lines]) + "\n")
+            parts.append(_markdown_table(CONTESTANT_HEADINGS, _contestants(run, title)) + "\n")
         for heading, found in _groups(made):
             parts.append(f"### {heading}\n\n{_markdown_table(HEADINGS, [_cells(row) for row in found])}\n")
     return "\n".join(parts)

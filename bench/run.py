@@ -76,7 +76,9 @@ CASES = {
 }
 # Not tensors of some size but whole steps: measured by a program of its own.
 TRAINING = "training"
-DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine", TRAINING]
+# Not ranks alone but a cluster that starts them: the same.
+SPARK = "spark"
+DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine", TRAINING, SPARK]
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,19 @@ def train(programs: Programs, options: argparse.Namespace) -> list[report.Figure
     return [report.Figure(TRAINING, who, what, size, found) for (what, who, size), found in values.items()]
 
 
+def start_on_spark(programs: Programs, options: argparse.Namespace) -> list[report.Figure]:
+    """Gangs in a session of Spark's: all repetitions are in one, which is warm."""
+    began = time.monotonic()
+    out, folder = programs.folder / "spark.times", programs.folder / "spark"
+    rows = 100_000 if options.quick else 1_000_000
+    argv = [sys.executable, str(HERE / "spark.py"), str(out), str(folder), str(options.repetitions), str(rows)]
+    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(programs.folder)}
+    hosts.run_together([Command(argv, environment)], 5 * options.limit)
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    print(f"{SPARK}: {options.repetitions} repetitions {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return [report.Figure(SPARK, who, what, size, times) for what, who, size, times in told]
+
+
 def version(command: list[str]) -> str:
     """The first number in what a program says about itself."""
     try:
@@ -290,6 +305,8 @@ def machine_facts(options: argparse.Namespace) -> dict[str, str]:
         facts["torch (Gloo)"] = importlib.metadata.version("torch")
     if "openmpi" in options.only:
         facts["Open MPI"] = version(["mpirun", "--version"])
+    if SPARK in options.cases:
+        facts["Spark"] = importlib.metadata.version("pyspark")
     if not options.worker:
         facts["rustc"] = version(["rustc", "--version"])
     if any(is_on_two_hosts(name) for name in options.cases):
@@ -327,6 +344,11 @@ def leave_out_what_is_missing(options: argparse.Namespace) -> None:
     if TRAINING in options.cases and not (importlib.util.find_spec("torch") and importlib.util.find_spec("deuteron")):
         missing.append("torch and the deuteron package, for training")
         options.cases.remove(TRAINING)
+    needed = [name for name in ("pyspark", "pyarrow", "torch", "deuteron") if not importlib.util.find_spec(name)]
+    has_java = bool(shutil.which("java") or os.environ.get("JAVA_HOME"))
+    if SPARK in options.cases and (needed or not has_java):
+        missing.append(f"{', '.join(needed) or 'java'}, for Spark")
+        options.cases.remove(SPARK)
     for thing in missing:
         if os.environ.get("CI") == "true":
             raise Failed(f"missing: {thing} (with CI=true that is a failure)")
@@ -365,7 +387,7 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute; writes nothing unless --out is given")
-    parser.add_argument("--cases", default=DEFAULT_CASES, **listed([*CASES, TRAINING]))  # type: ignore[arg-type]
+    parser.add_argument("--cases", default=DEFAULT_CASES, **listed([*CASES, TRAINING, SPARK]))  # type: ignore[arg-type]
     parser.add_argument("--only", default=everyone, **listed([*everyone, "ours"]))  # type: ignore[arg-type]
     parser.add_argument("--types", default=["f32", "bf16"], **listed(["f32", "bf16"]))  # type: ignore[arg-type]
     parser.add_argument("--sizes", nargs="+", type=size_of, metavar="BYTES", help="such as 4 64K 16M")
@@ -397,9 +419,12 @@ def main() -> None:
             programs = build(options, folder)
             figures = []
             for name in options.cases:
-                figures += (
-                    train(programs, options) if name == TRAINING else measure(name, CASES[name], programs, options)
-                )
+                if name == TRAINING:
+                    figures += train(programs, options)
+                elif name == SPARK:
+                    figures += start_on_spark(programs, options)
+                else:
+                    figures += measure(name, CASES[name], programs, options)
         run = report.Run(machine_facts(options), figures)
     except Failed as failure:
         sys.exit(f"benchmark failed: {failure}")
