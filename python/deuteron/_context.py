@@ -26,6 +26,12 @@ def task() -> _core.Task:
         return _task[1]
 
 
+def forget() -> None:
+    """Leaves the gang, if nobody else holds the task."""
+    global _task
+    _task = None
+
+
 class Context:
     """One member of a gang, seen from inside; the same words as those of Spark's ``BarrierTaskContext``."""
 

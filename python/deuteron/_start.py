@@ -23,5 +23,7 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["supervisor"]:
         from deuteron.spark._supervisor import main
     else:
-        from deuteron._worker import main
+        from deuteron._worker import leave, main
+
+        leave(main())
     sys.exit(main())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import io
 import os
 import pickle
+import stat
 import sys
+import threading
 import time
 import traceback
 from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType, TracebackType
-from typing import TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from deuteron import _context, _core
 from deuteron.errors import CollectiveError, MismatchError, TimedOutError
@@ -74,6 +78,48 @@ def main() -> int:
         return _fail(task, setup, error)
     task.set_result(message)
     return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process as Python does, but does not take modules apart: with PyTorch's that takes half a second.
+
+    Threads are waited for, exit functions run, and what was written to files that are still open is in them.
+    """
+    import ctypes
+
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    _context.forget()
+    _close_files()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception:
+            # Python's own word for it.
+            status = status or 120
+    # What libraries in C have printed.
+    ctypes.CDLL(None).fflush(None)
+    os._exit(status)
+
+
+def _close_files() -> None:
+    """Only regular files: others may keep whoever closes them waiting."""
+    base = io.IOBase.__mro__[1]
+    # By type: what stands for another object may do anything when it is asked what it is.
+    streams: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
+    own = (io.BufferedWriter, io.BufferedRandom)
+    # Who writes through another comes first.
+    streams.sort(key=lambda stream: 2 if type(stream) in own else 0 if isinstance(stream, io.TextIOBase) else 1)
+    for stream in streams:
+        with contextlib.suppress(Exception):
+            if isinstance(stream, io.RawIOBase) or stream.closed or not stream.writable():
+                continue
+            descriptor = stream.fileno()
+            if descriptor > 2 and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                stream.close()
 
 
 def _main_module(setup: Setup) -> ModuleType:

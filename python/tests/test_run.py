@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import io
 import os
 import re
@@ -266,6 +267,31 @@ def test_exit_is_a_failure_with_its_status(marked: Marked, code: Any) -> None:
 
 def test_exit_without_a_status_is_none(marked: Marked) -> None:
     assert deuteron.run(sys.exit, num_proc=2) == [None, None]
+
+
+def test_what_python_does_at_exit_is_done(marked: Marked, tmp_path: Path) -> None:
+    def work() -> None:
+        import atexit
+        import ctypes
+
+        open_files = [(tmp_path / "text").open("w"), gzip.open(tmp_path / "packed", "wt")]  # noqa: SIM115
+        for file in open_files:
+            file.write("written")
+        # Somebody has them until the end.
+        sys.modules["held"] = open_files  # type: ignore[assignment]
+        atexit.register((tmp_path / "atexit").touch)
+        threading.Thread(target=lambda: (time.sleep(0.5), (tmp_path / "thread").touch())).start()
+        reading, _ = os.pipe()
+        threading.Thread(target=os.fdopen(reading).read, daemon=True).start()
+        ctypes.CDLL(None).puts(b"from a library")
+        print("from Python", end="")
+
+    out = io.StringIO()
+    assert deuteron.run(work, num_proc=1, stdout=out) == [None]
+    assert "from a library" in out.getvalue() and "from Python" in out.getvalue()
+    assert (tmp_path / "text").read_text() == "written"
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"written"
+    assert (tmp_path / "atexit").exists() and (tmp_path / "thread").exists()
 
 
 def test_a_process_that_leaves_without_python(marked: Marked) -> None:
