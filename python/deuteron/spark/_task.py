@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
@@ -95,14 +95,10 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
     environment = _initial_environment()
     spool = None
     if plan.schema is not None:
-        from deuteron.spark.partition import VARIABLE, Spool
+        from deuteron.spark.partition import Spool
 
-        schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(plan.schema))
-        spool = Spool(() if plan.is_empty else batches, schema, environment.get("SPARK_LOCAL_DIRS", "").split(","))
-        environment[VARIABLE] = f"/proc/self/fd/{spool.descriptor}"
-    else:
-        for _ in batches:
-            pass
+        spool = Spool(environment.get("SPARK_LOCAL_DIRS", "").split(","))
+        environment.update(spool.environment)
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     environment["DEUTERON_SPARK_PYTHON"] = plan.executable or sys.executable
     environment["DEUTERON_SPARK_START"] = _START
@@ -112,7 +108,7 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
         assigned = {"name": plan.accelerator, "addresses": addresses}
         environment["DEUTERON_AGENT_ACCELERATORS"] = json.dumps(assigned)
     environment.update(plan.environment)
-    report = None
+    report = failure = None
     with contextlib.ExitStack() as stack:
         if spool is not None:
             stack.callback(spool.close)
@@ -125,7 +121,18 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
             # The one message that goes through Spark; it takes about a second.
             told = context.allGather(json.dumps(supervisor.invitations) if supervisor is not None else "")
             invitations = json.loads(told[0])
-        _run_agent(invitations[partition], environment, [] if spool is None else [spool.descriptor])
+        agent = Agent(invitations[partition], environment, () if spool is None else spool.descriptors)
+        with agent:
+            # The rank starts meanwhile.
+            if spool is None or plan.schema is None:
+                for _ in batches:
+                    pass
+            else:
+                schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(plan.schema))
+                failure = spool.write(() if plan.is_empty else batches, schema, lambda: agent.is_running)
+            agent.wait()
+        if failure is not None:
+            _refuse(failure)
         if supervisor is not None:
             report = supervisor.report()
     row = {"partition": [partition], "host": [os.uname().nodename], "report": [report]}
@@ -212,34 +219,48 @@ class Supervisor:
         self._process.wait()
 
 
-def _run_agent(invitation: str, environment: dict[str, str], descriptors: list[int]) -> None:
-    agent = subprocess.Popen(
-        [sys.executable, "-P", _START, "agent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment,
-        pass_fds=descriptors,
-        # Spark kills the worker's group; the agent is to end its ranks first, when its standard input ends.
-        process_group=0,
-    )
-    assert agent.stdin is not None and agent.stderr is not None
-    last: deque[bytes] = deque(maxlen=20)
-    reader = threading.Thread(target=_relay, args=(agent.stderr, last), daemon=True)
-    reader.start()
-    try:
+class Agent:
+    """An agent as a child of this task, which ends when the task does."""
+
+    def __init__(self, invitation: str, environment: dict[str, str], descriptors: Sequence[int]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", _START, "agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=descriptors,
+            # Spark kills the worker's group; the agent is to end its ranks first, when its standard input ends.
+            process_group=0,
+        )
+        assert self._process.stdin is not None and self._process.stderr is not None
+        self._last: deque[bytes] = deque(maxlen=20)
+        self._reader = threading.Thread(target=_relay, args=(self._process.stderr, self._last), daemon=True)
+        self._reader.start()
         with contextlib.suppress(BrokenPipeError):
-            agent.stdin.write(invitation.encode())
-            agent.stdin.flush()
-        status = agent.wait()
-    finally:
+            self._process.stdin.write(invitation.encode())
+            self._process.stdin.flush()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Until it has left, which it is to do well."""
+        status = self._process.wait()
+        self._reader.join(1)
+        if status != 0:
+            said = b"".join(self._last).decode(errors="replace").strip().replace("\n", " | ")
+            _refuse(f"the agent on {os.uname().nodename} ended with status {status}: {said or 'it said nothing'}")
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            agent.stdin.close()
-        agent.wait()
-    reader.join(1)
-    if status != 0:
-        said = b"".join(last).decode(errors="replace").strip().replace("\n", " | ")
-        _refuse(f"the agent on {os.uname().nodename} ended with status {status}: {said or 'it said nothing'}")
+            self._process.stdin.close()
+        self._process.wait()
 
 
 def _relay(stream: IO[bytes], last: deque[bytes]) -> None:
