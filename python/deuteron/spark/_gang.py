@@ -90,8 +90,7 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
     if options.verbose:
         screen.show([(False, f"Running {tasks} processes...\n".encode())])
     nothing = cluster.session.range(tasks, numPartitions=tasks)
-    # Right before the stage: adaptive execution merges other partitions.
-    rows = nothing if work.rows is None else work.rows.repartition(tasks)
+    rows = nothing if work.rows is None else _dealt(work.rows, tasks, bool(restarts))
     kept = work.rows is not None and restarts > 0
     if kept:
         from pyspark import StorageLevel
@@ -136,6 +135,19 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
         if kept:
             rows.unpersist()
     raise AssertionError("a loop that returns or raises")
+
+
+def _dealt(rows: Any, tasks: int, is_kept: bool) -> Any:
+    """The rows in as many equal shares; right before the stage, since adaptive execution merges other partitions."""
+    # Before it deals rows out Spark sorts them, so that what is computed again is dealt out the same. That takes as
+    # long as to deal them out; a stage whose rows are not kept is never computed again in part.
+    if is_kept or not hasattr(rows, "repartitionById"):
+        return rows.repartition(tasks)
+    from pyspark.sql import functions
+
+    # Each partition begins with another task.
+    number = functions.monotonically_increasing_id() + functions.spark_partition_id()
+    return rows.repartitionById(tasks, functions.pmod(number, functions.lit(tasks)).cast("int"))
 
 
 def _start_timeout(said: float | None) -> float:
