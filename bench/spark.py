@@ -250,8 +250,8 @@ def measure(session: SparkSession, folder: Path, repetitions: int, rows: int) ->
         ("imports", imports),
         ("TorchDistributor", run_torch),
     ]
-    # Workers of Python are started, and classes loaded.
-    for _, call in gangs[:3]:
+    # Workers of Python are started, and classes loaded; a single repetition only checks that everything works.
+    for _, call in gangs[:3] if repetitions > 1 else gangs[1:2]:
         call()
     for repetition in range(repetitions):
         # Back and forth, so that nobody always runs after the same neighbour.
@@ -275,10 +275,11 @@ def measure(session: SparkSession, folder: Path, repetitions: int, rows: int) ->
         note("rows", "mapInArrow", monotonic_ns() - start)
         check(frame, rows, found)
 
-    theirs()
-    ours()
-    for who in [who for who in times if who[0] == "rows"]:
-        del times[who]
+    if repetitions > 1:
+        theirs()
+        ours()
+        for who in [who for who in times if who[0] == "rows"]:
+            del times[who]
     for repetition in range(repetitions):
         for each in (ours, theirs) if repetition % 2 == 0 else (theirs, ours):
             each()
