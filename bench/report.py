@@ -234,7 +234,7 @@ def size(count: int) -> str:
 
 def duration(nanoseconds: float) -> str:
     """A time with three digits."""
-    unit, factor = next((pair for pair in (("s", 1e9), ("ms", 1e6)) if nanoseconds >= pair[1]), ("µs", 1e3))
+    unit, factor = next((pair for pair in (("s", 1e9), ("ms", 1e6)) if abs(nanoseconds) >= pair[1]), ("µs", 1e3))
     return f"{nanoseconds / factor:.3g} {unit}"
 
 
@@ -496,10 +496,11 @@ How it is measured:
 - Spark: a standalone cluster on this machine, a master and two workers with one core each, and one session that is
   warm. Both gangs are two ranks in two executors that start, sum one number and return: ours, and Spark's own
   `TorchDistributor`, over Gloo. Our own part is what remains of our time after a barrier stage of two tasks that do
-  nothing, and two processes at once that import torch and nothing else. The rows are numbers, texts and binary
-  tensors in the executors' memory, dealt out to two tasks; each byte is looked at, by us in the ranks and by Spark's
-  `mapInArrow` in its own workers. The first epoch is from the call in the driver to a rank's last row, the second
-  reads the same rows in the same rank again; its time is not part of ours.
+  nothing, and two processes at once that import torch, do nothing else and leave without Python's exit; chance can
+  make it negative. The rows are numbers, texts and binary tensors in the executors' memory, dealt out to two tasks
+  (`repartition(2)` for Spark); each byte is looked at, by us in the ranks and by Spark's `mapInArrow` in its own
+  workers. The first epoch is from the call in the driver to a rank's last row, the second reads the same rows in the
+  same rank again; its time is not part of ours.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
