@@ -25,7 +25,7 @@ class Partition:
     """
 
     def __init__(self, path: str) -> None:
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
 
         self._path = path
         self._file = pyarrow.ipc.open_file(pyarrow.memory_map(path))
@@ -72,7 +72,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
     path = os.environ.get(VARIABLE)
     if path is None:
         raise InvalidError("this task has no partition: it was not started by barrier(df).map_partitions")
-    import pyarrow  # type: ignore[import-untyped]  # noqa: F401  while rows are on their way
+    import pyarrow  # noqa: F401  while rows are on their way
 
     _wait(int(os.environ[_TOLD]))
     return fn(Partition(path), *args, **kwargs)
