@@ -207,8 +207,6 @@ class Slots:
         """Reduces what lies in the slot."""
     def fill(self, slot: int, address: int) -> None:
         """Copies a tensor of the slot's type and shape from there, and reduces it."""
-    def lend(self, slot: int, address: int, tensor: object) -> None:
-        """The same for a tensor that nobody else knows: it is kept, and what only this rank reads is not copied."""
     def wait(self) -> None:
         """Waits for all that were submitted since the last wait."""
     def waiting(self) -> int:

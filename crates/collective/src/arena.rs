@@ -7,7 +7,7 @@
 mod exchange;
 
 use crate::{
-    bucket::{BucketMemory, Buckets, Loan, Location, Place},
+    bucket::{BucketMemory, Buckets, Location, Place},
     call::{Call, disagreement},
     chunk::{line_grain, part},
     error::{Error, FailureKind, Result},
@@ -244,7 +244,7 @@ impl Arena {
     ///
     /// # Safety
     /// `tensor` is valid for reads and writes of the call's elements, and nobody else uses it meanwhile;
-    /// `place` is its own or plain, and its loans are parts of the tensor that hold elements and nobody changes.
+    /// `place` is its own or plain.
     pub unsafe fn all_reduce(
         &mut self,
         ticket: &mut Ticket<'_>,
@@ -255,14 +255,6 @@ impl Arena {
         self.location = place.location;
         let call = *ticket.call;
         let steps = Steps::whole(call.reduction, self.members.len());
-        // SAFETY: the caller's contract.
-        let settle = || place.loans.iter().for_each(|loan| unsafe { loan.settle(tensor) });
-        let lends = !place.loans.is_empty()
-            && self.location.is_registered()
-            && self.covers(&call, place.loans);
-        if !lends {
-            settle();
-        }
         if plan.algorithm == Algorithm::Inline {
             // SAFETY: the caller's contract.
             return unsafe { self.all_reduce_inline(ticket, &steps, tensor) };
@@ -279,18 +271,14 @@ impl Arena {
         self.tick(ticket)?;
         let staged = match self.common(place.buckets) {
             Common::Bucket { memory, aligned: true } => {
-                let loans = if lends { place.loans } else { &[] };
-                // SAFETY: every member published that its tensor lies at this place, and waits; loans are the caller's
-                // contract.
-                unsafe { self.reduce_in_place(&call, &steps, &memory, loans) };
+                let offset = self.location.offset();
+                // SAFETY: every member published that its tensor lies at this place, and waits.
+                unsafe { self.reduce_in_place(&call, &steps, &memory, offset) };
                 return self.tick(ticket);
             }
             Common::Plain => true,
             Common::Bucket { .. } | Common::Mixed => false,
         };
-        if lends {
-            settle();
-        }
         // SAFETY: the caller's contract; `staged` says truly whether everybody's first chunk is.
         unsafe { self.all_reduce_staged(ticket, &steps, &chunks, tensor, sliced, staged) }
     }
@@ -447,58 +435,25 @@ impl Arena {
         }
     }
 
-    /// The elements that this rank reduces where everybody's tensor lies at the same place of a bucket.
-    pub fn own_share(&self, call: &Call) -> Range<usize> {
-        self.slice(call, &(0..call.count), self.me)
-    }
-
-    /// Whether nobody else needs what is elsewhere.
-    fn covers(&self, call: &Call, loans: &[Loan]) -> bool {
-        let (share, size) = (self.own_share(call), call.dtype.size());
-        let inside = |loan: &Loan| {
-            share.start * size <= loan.start && loan.start + loan.bytes <= share.end * size
-        };
-        loans.iter().all(inside)
-    }
-
     /// Reduces this rank's slice from everybody's tensor into everybody's tensor.
     ///
     /// # Safety
-    /// Every member's tensor lies at this rank's location in `memory`, and nobody uses another slice than its own; the
-    /// loans are parts of that, in its order, which hold elements and which nobody changes.
+    /// Every member's tensor lies at `offset` of `memory`, and nobody uses another slice than its own.
     unsafe fn reduce_in_place(
         &mut self,
         call: &Call,
         steps: &Steps,
         memory: &BucketMemory,
-        loans: &[Loan],
+        offset: usize,
     ) {
-        let size = call.dtype.size();
-        let share = self.own_share(call);
-        let (mut at, end) = (share.start * size, share.end * size);
-        let mut loans = loans.iter().copied().peekable();
-        while at < end {
-            let lent = loans.next_if(|loan| loan.start == at);
-            let next = match (lent, loans.peek()) {
-                (Some(loan), _) => at + loan.bytes,
-                (None, Some(loan)) => loan.start,
-                (None, None) => end,
-            };
-            let start = self.location.offset() + at;
-            self.targets.clear();
-            self.targets.extend(self.names.iter().map(|name| memory.at(*name, start)));
-            self.sources.clear();
-            self.sources.extend(self.targets.iter().map(|target| target.cast_const()));
-            if let Some(loan) = lent {
-                self.sources[self.me] = loan.from;
-            }
-            // SAFETY: the caller's contract.
-            unsafe {
-                let count = (next - at) / size;
-                kernel::reduce(call.dtype, steps, &self.sources, &self.targets, count);
-            }
-            at = next;
-        }
+        let mine = self.slice(call, &(0..call.count), self.me);
+        let start = offset + mine.start * call.dtype.size();
+        self.targets.clear();
+        self.targets.extend(self.names.iter().map(|name| memory.at(*name, start)));
+        self.sources.clear();
+        self.sources.extend(self.targets.iter().map(|target| target.cast_const()));
+        // SAFETY: the caller's contract.
+        unsafe { kernel::reduce(call.dtype, steps, &self.sources, &self.targets, mine.len()) };
     }
 
     /// Copies what the members hold into `output`, where `ranges` are the bytes of each: of everybody in an

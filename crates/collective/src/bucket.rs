@@ -12,7 +12,6 @@ use std::{
     fmt,
     marker::PhantomData,
     ops::{Deref, DerefMut},
-    ptr,
     sync::{Arc, Weak},
 };
 
@@ -126,29 +125,6 @@ impl Buckets {
 pub(crate) struct Place<'a> {
     pub location: Location,
     pub buckets: &'a Buckets,
-    /// In the order of the tensor.
-    pub loans: &'a [Loan],
-}
-
-/// A part of a tensor whose elements are still elsewhere: only this rank needs them, and it can read them there.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Loan {
-    /// Its bytes in the tensor.
-    pub start: usize,
-    pub bytes: usize,
-    /// Where they are.
-    pub from: *const u8,
-}
-
-impl Loan {
-    /// Brings the elements to where they belong.
-    ///
-    /// # Safety
-    /// The tensor at `tensor` has the part, `from` holds as much, and nobody else uses either.
-    pub unsafe fn settle(&self, tensor: *mut u8) {
-        // SAFETY: the caller's contract; the parts do not overlap, because they are elsewhere.
-        unsafe { ptr::copy_nonoverlapping(self.from, tensor.add(self.start), self.bytes) };
-    }
 }
 
 /// Elements in memory of the group, the same number on every rank. Use it as a slice.

@@ -7,7 +7,7 @@ use crate::{
     DType, Element, Reduction,
     arena::Arena,
     bootstrap::{self, Connected, Wishes},
-    bucket::{Bucket, BucketMemory, Buckets, Loan, Location, Place},
+    bucket::{Bucket, BucketMemory, Buckets, Location, Place},
     call::{Call, Kind},
     error::{Error, FailureKind, Result},
     fork,
@@ -308,29 +308,14 @@ impl Group {
         tensor: &mut [T],
         reduction: impl Into<Reduction>,
     ) -> Result<()> {
-        // SAFETY: nothing is elsewhere.
-        unsafe { self.all_reduce_with(tensor, reduction.into(), &[]) }
-    }
-
-    /// The same for a tensor of which parts are elsewhere.
-    ///
-    /// # Safety
-    /// Every loan is a part of the tensor, in its order, holds as many elements, aligned, and nobody else changes them.
-    pub(crate) unsafe fn all_reduce_with<T: Element>(
-        &self,
-        tensor: &mut [T],
-        reduction: Reduction,
-        loans: &[Loan],
-    ) -> Result<()> {
-        let call = Call { reduction, ..Call::new(Kind::AllReduce, T::DTYPE, tensor.len()) };
+        let call = Call {
+            reduction: reduction.into(),
+            ..Call::new(Kind::AllReduce, T::DTYPE, tensor.len())
+        };
         let mut parts = self.enter(&call)?;
         let mut ticket = self.ticket(&call);
         let bytes = bytes_mut(tensor);
         let Parts { way, buckets, .. } = &mut *parts;
-        if !matches!(way, Way::Shared(_)) {
-            // SAFETY: the caller's contract.
-            loans.iter().for_each(|loan| unsafe { loan.settle(bytes.as_mut_ptr()) });
-        }
         match way {
             Way::Alone => {
                 let steps = Steps::whole(call.reduction, 1);
@@ -341,8 +326,8 @@ impl Group {
             }
             Way::Shared(arena) => {
                 let plan = self.explain(call.kind, call.bytes(), false);
-                let place = Place { loans, ..self.place(&call, bytes.as_ptr(), buckets) };
-                // SAFETY: the slice is borrowed mutably for the whole call; loans are the caller's contract.
+                let place = self.place(&call, bytes.as_ptr(), buckets);
+                // SAFETY: the slice is borrowed mutably for the whole call.
                 unsafe { arena.all_reduce(&mut ticket, &plan, bytes.as_mut_ptr(), place) }
             }
             Way::Linked(mesh) => {
@@ -581,22 +566,6 @@ impl Group {
         Ok(connected.peers.into_iter().map(|peer| peer.map(Peer::into_link)).collect())
     }
 
-    /// The bytes of a tensor that only this rank needs the elements of, if everybody's lies at the same place of a bucket.
-    pub(crate) fn own_share(&self, dtype: DType, data: *const u8, bytes: usize) -> Range<usize> {
-        let size = dtype.size();
-        let call = Call::new(Kind::AllReduce, dtype, bytes / size);
-        let parts = self.inner.parts.lock().unwrap_or_else(PoisonError::into_inner);
-        match &parts.way {
-            Way::Shared(arena)
-                if self.place(&call, data, &parts.buckets).location.is_registered() =>
-            {
-                let share = arena.own_share(&call);
-                share.start * size..share.end * size
-            }
-            _ => 0..0,
-        }
-    }
-
     /// Where a tensor lies, if its memory is registered and the call is large enough to use that.
     fn place<'a>(&self, call: &Call, tensor: *const u8, buckets: &'a Buckets) -> Place<'a> {
         let plan = self.explain(call.kind, call.bytes(), true);
@@ -604,7 +573,7 @@ impl Group {
             Algorithm::InPlace | Algorithm::TieredShares => buckets.locate(tensor, call.bytes()),
             _ => Location::PLAIN,
         };
-        Place { location, buckets, loans: &[] }
+        Place { location, buckets }
     }
 
     fn ticket<'a>(&'a self, call: &'a Call) -> Ticket<'a> {

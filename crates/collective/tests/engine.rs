@@ -1,13 +1,12 @@
 //! Named operations in any order, against what each of them computes alone.
 
 #![expect(clippy::unwrap_used, reason = "a test fails loudly")]
-#![expect(unsafe_code, reason = "submits tensors by their addresses, as bindings do")]
 
 mod support;
 
 use deuteron_collective::{
-    Bucket, DType, Engine, EngineOptions, Error, Group, GroupOptions, Handle, Kind,
-    LocalRendezvous, RawTensor, ReduceOp, Reduction, Shape, Submission, Together,
+    Bucket, DType, Engine, EngineOptions, Error, Group, GroupOptions, Handle, LocalRendezvous,
+    ReduceOp, Reduction, Together,
 };
 use proptest::{
     prelude::*,
@@ -671,80 +670,6 @@ fn joined_ranks_contribute_zeros() {
             Ok(last)
         }));
         assert!(last.iter().all(|other| *other == last[0]), "{last:?}");
-    }
-}
-
-/// Tensors that are only lent give the same as those that are there: whole rounds, rounds that fall apart, and rounds
-/// that other ranks take no part in.
-#[test]
-fn what_is_lent_counts_like_what_is_there() {
-    const SIZES: [usize; 5] = [300_000, 7, 200_000, 90_000, 1];
-    const STEPS: usize = 12;
-    for (over, ranks) in [
-        (Over::SharedMemory, 1),
-        (Over::SharedMemory, 2),
-        (Over::SharedMemory, 3),
-        (Over::Tcp, 2),
-        (Over::Hosts, 4),
-    ] {
-        all(engines(over, ranks, EngineOptions::default(), |engine| {
-            let rank = engine.rank();
-            let value = |step: usize, rank: usize, at: usize| {
-                (scatter(step as u64, rank, at) % 1000) as f32
-            };
-            let mut bucket = engine.bucket::<f32>(SIZES.iter().sum())?;
-            let mut prepared = Vec::new();
-            let mut start = 0;
-            for size in SIZES {
-                let name = format!("tensor at {start}");
-                let tensor = RawTensor {
-                    data: bucket[start..].as_mut_ptr().cast(),
-                    dtype: DType::F32,
-                    shape: Shape::new(&[size]),
-                };
-                let submission = Submission {
-                    name: Some(&name),
-                    kind: Kind::AllReduce,
-                    reduction: ReduceOp::Sum.into(),
-                    root: 0,
-                    tensors: &[tensor],
-                    splits: &[],
-                };
-                prepared.push((name.clone(), start, engine.prepare(&submission)?));
-                start += size;
-            }
-            // Rank 0 has no data for the last step.
-            for step in 0..STEPS - usize::from(rank == 0) {
-                let here = if step == STEPS - 1 { 1..ranks } else { 0..ranks };
-                if step == 7 {
-                    // The layout does not hold any more.
-                    assert_eq!(sum(engine, &prepared[2].0, 1.0)?, ranks as f32);
-                }
-                let given: Vec<f32> = (0..start).map(|at| value(step, rank, at)).collect();
-                bucket.fill(f32::NAN);
-                let mut receipts = Vec::new();
-                for index in shuffled(SIZES.len(), (step * ranks + rank) as u64) {
-                    let (_, start, prepared) = &prepared[index];
-                    let from = given[*start..].as_ptr().cast();
-                    // SAFETY: both are left alone until it is done.
-                    receipts.push(unsafe {
-                        match (step + index) % 5 {
-                            0 => engine.fill(prepared, from)?,
-                            _ => engine.lend(prepared, from)?,
-                        }
-                    });
-                }
-                for receipt in receipts {
-                    engine.wait(receipt)?;
-                }
-                for (at, found) in bucket.iter().enumerate() {
-                    let expected: f32 = here.clone().map(|rank| value(step, rank, at)).sum();
-                    assert_eq!(*found, expected, "{over:?}, {ranks} ranks, step {step}, {at}");
-                }
-            }
-            engine.join()?;
-            Ok(())
-        }));
     }
 }
 

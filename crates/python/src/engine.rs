@@ -19,8 +19,6 @@ use std::{
 
 /// Copies from here on let other Python threads run meanwhile.
 const LONG_COPY: usize = 256 << 10;
-/// Bytes of tensors that are kept at a time so that parts of them need not be copied.
-const LENT: usize = 16 << 20;
 
 /// A tensor: address, type, shape.
 type Place = (usize, u8, Vec<usize>);
@@ -293,8 +291,6 @@ pub(crate) struct Slots {
     slots: Vec<Slot>,
     /// Submitted since the last wait.
     waiting: Mutex<Vec<Receipt>>,
-    /// Tensors that the engine may still read, and their bytes.
-    lent: Mutex<Vec<(Receipt, Py<PyAny>, usize)>>,
     /// Keeps the memory.
     _memory: Py<Memory>,
 }
@@ -310,22 +306,9 @@ impl Slots {
             .ok_or_else(|| PyIndexError::new_err(format!("there is no slot {slot}")))
     }
 
-    fn note(&self, receipt: room::Result<Receipt>) -> PyResult<Receipt> {
-        let receipt = receipt.map_err(|error| collective(&error))?;
-        self.waiting().push(receipt);
-        Ok(receipt)
-    }
-
-    /// Gives back what the engine does not read any more; the bytes that it may still read.
-    fn give_back(&self) -> usize {
-        let mut lent = self.lent.lock().unwrap_or_else(PoisonError::into_inner);
-        let over =
-            lent.extract_if(.., |(receipt, ..)| self.engine.is_done(*receipt)).collect::<Vec<_>>();
-        let left = lent.iter().map(|(_, _, bytes)| bytes).sum();
-        drop(lent);
-        // Without the lock: the last owner of a tensor may run code of Python's.
-        drop(over);
-        left
+    fn note(&self, receipt: room::Result<Receipt>) -> PyResult<()> {
+        self.waiting().push(receipt.map_err(|error| collective(&error))?);
+        Ok(())
     }
 }
 
@@ -358,35 +341,20 @@ impl Slots {
             Ok(Slot { prepared, bytes: length })
         };
         let slots = slots.into_iter().map(place).collect::<PyResult<Vec<_>>>()?;
-        let (engine, waiting, lent) = (Arc::clone(&engine.0), Mutex::default(), Mutex::default());
-        Ok(Self { engine, slots, waiting, lent, _memory: memory })
+        let (engine, waiting) = (Arc::clone(&engine.0), Mutex::default());
+        Ok(Self { engine, slots, waiting, _memory: memory })
     }
 
     fn submit(&self, slot: usize) -> PyResult<()> {
         // SAFETY: the slot lies in memory that this object keeps, and Python leaves it alone until it has waited.
-        self.note(unsafe { self.engine.submit_prepared(&self.slot(slot)?.prepared) })?;
-        Ok(())
+        self.note(unsafe { self.engine.submit_prepared(&self.slot(slot)?.prepared) })
     }
 
     fn fill(&self, py: Python<'_>, slot: usize, address: usize) -> PyResult<()> {
         let Slot { prepared, bytes } = self.slot(slot)?;
         // SAFETY: as above, and the caller's tensor has the slot's type and shape and lies elsewhere.
         let fill = || unsafe { self.engine.fill(prepared, address as *const u8) };
-        self.note(if *bytes < LONG_COPY { fill() } else { py.detach(fill) })?;
-        Ok(())
-    }
-
-    fn lend(&self, py: Python<'_>, slot: usize, address: usize, tensor: Py<PyAny>) -> PyResult<()> {
-        let Slot { prepared, bytes } = self.slot(slot)?;
-        if *bytes < LONG_COPY || self.give_back() + bytes > LENT {
-            return self.fill(py, slot, address);
-        }
-        // SAFETY: as above, and the tensor is kept until the operation is done.
-        let lend = || unsafe { self.engine.lend(prepared, address as *const u8) };
-        let receipt = self.note(py.detach(lend))?;
-        let mut lent = self.lent.lock().unwrap_or_else(PoisonError::into_inner);
-        lent.push((receipt, tensor, *bytes));
-        Ok(())
+        self.note(if *bytes < LONG_COPY { fill() } else { py.detach(fill) })
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
@@ -401,7 +369,6 @@ impl Slots {
                 failed.get_or_insert(error);
             }
         }
-        self.give_back();
         failed.map_or(Ok(()), |error| Err(collective(&error)))
     }
 

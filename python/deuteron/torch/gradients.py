@@ -2,8 +2,7 @@
 
 - GRADIENT-1: from the first step on a gradient on the CPU *is* a part of a bucket (a registered buffer): ``.grad`` is a
   view of it, and the reduction happens in place. A gradient that autograd has made elsewhere, because ``.grad`` was
-  ``None``, is copied in once and ``.grad`` points to the bucket again. Of a large one that nobody else holds, the part
-  that this rank reduces is read where autograd has put it.
+  ``None``, is copied in once and ``.grad`` points to the bucket again.
 - GRADIENT-2: parameters lie in a bucket in the opposite of their order, in which a backward pass makes their gradients
   ready, side by side without gaps. So the engine reduces neighbours as one. Small neighbours are one parcel: one
   operation, which begins when the last of them is ready.
@@ -22,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -135,9 +133,8 @@ class Parcel:
         self.loose: list[_Resident] = []
         #: What begins the reduction.
         self.starts: list[Callable[[], None]] = []
-        #: If it is one place: copy a tensor from an address and begin. The second keeps it, and may copy less.
+        #: If it is one place: copies a tensor from an address and begins.
         self.fill: Callable[[int], None]
-        self.lend: Callable[[int, Tensor], None]
 
     def send(self) -> None:
         """Begins the reduction; the gradients are where they are reduced, or loose."""
@@ -415,7 +412,7 @@ class Gradients:
         for slot, (parcel, _) in enumerate(content):
             parcel.starts.append(partial(made.submit, slot))
             if len(parcel.members) == 1:
-                parcel.fill, parcel.lend = partial(made.fill, slot), partial(made.lend, slot)
+                parcel.fill = partial(made.fill, slot)
         self.slots.append(made)
         if resident:
             self.flats.append(torch.frombuffer(memory, dtype=wire))
@@ -477,8 +474,7 @@ class Gradients:
     def _hook_alone(self, place: _Resident) -> Callable[[Tensor], None]:
         """For a parcel of its own."""
         seen, sent, index, parcel, part = self.seen, self.sent, place.index, place.parcel.index, place.part
-        (submit,), fill, lend = place.parcel.starts, place.parcel.fill, place.parcel.lend
-        dtype, strided = part.dtype, torch.strided
+        (submit,), fill, dtype, strided = place.parcel.starts, place.parcel.fill, part.dtype, torch.strided
         contiguous, strides, simple = part.is_contiguous(), part.stride(), not part.is_complex()
 
         def hook(parameter: Tensor) -> None:
@@ -498,12 +494,8 @@ class Gradients:
                 and not gradient.requires_grad
             ):
                 seen[index] = sent[parcel] = 1
+                fill(gradient.data_ptr())
                 parameter.grad = part
-                # Whoever else knows it might change it.
-                if getrefcount(gradient) <= 2:
-                    lend(gradient.data_ptr(), gradient)
-                else:
-                    fill(gradient.data_ptr())
             else:
                 place.take()
                 seen[index] = sent[parcel] = 1

@@ -35,7 +35,6 @@ pub use table::{Prepared, RawTensor, Receipt, Submission};
 
 use crate::{
     Bucket, Element, Gathered, Group, ReduceOp, Reduction,
-    bucket::Loan,
     call::Kind,
     error::{Error, FailureKind, Result, seconds},
     fork,
@@ -972,38 +971,15 @@ impl Engine {
     pub unsafe fn fill(&self, prepared: &Prepared, from: *const u8) -> Result<Receipt> {
         let (to, bytes) = prepared.place();
         // SAFETY: the caller's contract.
-        unsafe { copy(from, to, bytes) };
-        self.shared.submit_prepared(prepared)
-    }
-
-    /// The same where `from` stays as it is until the operation is done: what no other rank is going to read need not be
-    /// copied.
-    ///
-    /// # Safety
-    /// As for [`Self::fill`]; and nobody changes or frees the elements at `from`, aligned as their type asks, before the
-    /// operation is done or has failed.
-    pub unsafe fn lend(&self, prepared: &Prepared, from: *const u8) -> Result<Receipt> {
-        let (to, bytes) = prepared.place();
-        let share = self.shared.table().own_share(prepared);
-        if share.len() < LONG_COPY {
-            // SAFETY: the caller's contract.
-            return unsafe { self.fill(prepared, from) };
-        }
-        for part in [0..share.start, share.end..bytes] {
-            // SAFETY: inside of both.
-            unsafe { copy(from.add(part.start), to.add(part.start), part.len()) };
-        }
-        let loan =
-            Loan { start: share.start, bytes: share.len(), from: from.wrapping_add(share.start) };
-        let mut refusal = None;
-        let receipt = self.shared.take_in(false, &mut refusal, |table, refusal| {
-            let (receipt, next) = table.submit_prepared(prepared, || self.shared.clock(), refusal);
-            if !receipt.is_refused() {
-                table.lend(receipt.entry, loan);
+        unsafe {
+            match bytes {
+                // Peers read it next, and this core does not soon.
+                LONG_COPY.. => kernel::hand_over(from, to, bytes),
+                1.. => ptr::copy_nonoverlapping(from, to, bytes),
+                0 => {}
             }
-            (receipt, next)
-        });
-        refused_or(receipt, refusal)
+        }
+        self.shared.submit_prepared(prepared)
     }
 
     /// Whether an operation is done or has failed.
@@ -1066,21 +1042,6 @@ impl Shared {
         let result = if table.is_done(receipt) { table.outcome(receipt) } else { None };
         drop(table);
         call(callback, result.unwrap_or_else(|| Err(self.failure(Some(receipt)))));
-    }
-}
-
-/// Copies what peers read next and this core does not soon.
-///
-/// # Safety
-/// `from` is valid for reads of `bytes`, `to` for writes, and they do not overlap.
-unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: the caller's contract.
-    unsafe {
-        match bytes {
-            LONG_COPY.. => kernel::hand_over(from, to, bytes),
-            1.. => ptr::copy_nonoverlapping(from, to, bytes),
-            0 => {}
-        }
     }
 }
 

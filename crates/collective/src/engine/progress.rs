@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     Bucket, DType, Gathered, Group, Reduction,
-    bucket::{Loan, Location},
+    bucket::Location,
     call::Kind,
     dtype::with_element,
     error::{Error, FailureKind, Result, seconds},
@@ -534,7 +534,6 @@ impl Progress {
             let Some(entry) = entry else {
                 return Err(self.bug("an operation that nobody has heard of"));
             };
-            table.settle(entry);
             let request = table.entries[entry as usize].request.clone();
             let pointers = match table.pointers(entry) {
                 Some(pointers) => pointers.to_vec(),
@@ -599,14 +598,9 @@ impl Progress {
             whole.filter(|(data, bytes, ..)| self.group.locate(*data, *bytes).is_registered());
         if let Some((data, bytes, dtype, reduction)) = whole {
             self.make_room(bytes)?;
-            let loans = shared.table().loans(bucket);
-            // SAFETY: the members' tensors, side by side in one mapping (TABLE-1), but for what is on loan (TABLE-4).
-            unsafe { self.reduce_at(dtype, reduction, data, bytes / dtype.size(), &loans)? };
-            let mut table = shared.table();
-            let share = &mut table.buckets[bucket as usize].share;
-            share.get_or_insert_with(|| self.group.own_share(dtype, data, bytes));
+            // SAFETY: the members' tensors, side by side in one mapping (TABLE-1).
+            unsafe { self.reduce_at(dtype, reduction, data, bytes / dtype.size())? };
         } else {
-            shared.table().settle_members(bucket);
             let pieces = self.pieces(shared, bucket)?;
             self.reduce(&pieces)?;
         }
@@ -686,7 +680,7 @@ impl Progress {
                 || (run.windows(2).all(beside) && self.group.locate(first, bytes).is_registered());
             if whole && !first.is_null() {
                 // SAFETY: one tensor of the submitter's, or several side by side in one mapping (TABLE-1).
-                unsafe { self.reduce_at(dtype, reduction, first, count, &[])? };
+                unsafe { self.reduce_at(dtype, reduction, first, count)? };
                 continue;
             }
             let mut zeros = vec![0u64; if run.len() == 1 { bytes.div_ceil(8) } else { 0 }];
@@ -708,7 +702,7 @@ impl Progress {
                 offset += piece.bytes;
             }
             // SAFETY: the memory is aligned for any type, holds as many bytes, and nobody else uses it.
-            unsafe { self.reduce_at(dtype, reduction, base, count, &[])? };
+            unsafe { self.reduce_at(dtype, reduction, base, count)? };
             let mut offset = 0;
             for piece in run {
                 if !piece.data.is_null() {
@@ -734,18 +728,18 @@ impl Progress {
     }
 
     /// # Safety
-    /// `data` holds `count` elements, aligned, and nobody else uses them; what is on loan is there instead.
+    /// `data` holds `count` elements, aligned, and nobody else uses them.
     unsafe fn reduce_at(
         &self,
         dtype: DType,
         reduction: Reduction,
         data: *mut u8,
         count: usize,
-        loans: &[Loan],
     ) -> Result<()> {
         with_element!(dtype, T => {
             // SAFETY: the caller's contract; a null pointer comes with no elements only.
-            unsafe { self.group.all_reduce_with(slice_mut::<T>(data, count), reduction, loans) }
+            let tensor = unsafe { slice_mut::<T>(data, count) };
+            self.group.all_reduce(tensor, reduction)
         })
     }
 

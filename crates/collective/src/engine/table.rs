@@ -6,8 +6,6 @@
 //!   the bucket's round is over all of them are done at once.
 //! - TABLE-3: the coordinator is told of an operation once: by itself or with its whole bucket, never both. So a
 //!   bucket that is frozen while some of its members are on their way is told member by member in its first round.
-//! - TABLE-4: a part of a tensor may be on loan: its elements are elsewhere, where only this rank reads them. Whoever
-//!   carries the operation out takes the loan, reads there, or settles it first.
 #![expect(unsafe_code, reason = "keeps pointers to the tensors of operations on their way")]
 
 use super::{
@@ -17,7 +15,6 @@ use super::{
 };
 use crate::{
     DType, Reduction,
-    bucket::Loan,
     call::Kind,
     error::{Error, Result},
 };
@@ -26,7 +23,6 @@ use rustc_hash::{FxBuildHasher, FxHashMap};
 use std::{
     any::Any,
     hash::BuildHasher,
-    ops::Range,
     ptr,
     sync::{
         Arc,
@@ -220,8 +216,6 @@ pub(super) struct Entry {
     pub splits: Vec<usize>,
     /// Memory whose owner has stopped waiting.
     orphan: Option<Box<dyn Any + Send>>,
-    /// Of the only tensor (TABLE-4).
-    loan: Option<Loan>,
     /// Known to the coordinator by this number.
     pub number: Option<u32>,
     /// The coordinator knows `request` as that of the last run.
@@ -264,10 +258,6 @@ pub(super) struct Bucket {
     pub fuses_as: Option<(DType, Reduction)>,
     /// The tensors lie side by side, from here on.
     pub whole: Option<*mut u8>,
-    /// The bytes of it that no other rank reads, once that is known.
-    pub share: Option<Range<usize>>,
-    /// Members of this round may have loans.
-    lends: bool,
     /// A member lies elsewhere than when `whole` was found out.
     pub moved: bool,
     left: usize,
@@ -509,7 +499,6 @@ impl Table {
             pointers: Vec::new(),
             splits: Vec::new(),
             orphan: None,
-            loan: None,
             number: None,
             agreed: false,
             submitted_at: 0,
@@ -738,7 +727,6 @@ impl Table {
         }
         state.flight.done = state.flight.epoch;
         state.flight.in_bucket = NO_BUCKET;
-        state.loan = None;
         let orphan = state.orphan.take();
         self.flying = self.flying.saturating_sub(1);
         let receipt = Receipt::loose(entry, state.flight.epoch);
@@ -813,8 +801,6 @@ impl Table {
             sizes,
             fuses_as,
             whole: None,
-            share: None,
-            lends: false,
             moved: true,
             left,
             first_at: 0,
@@ -861,7 +847,7 @@ impl Table {
         if std::mem::take(&mut state.moved) {
             let data = |member: &u32| self.entries[*member as usize].flight.data;
             let mut next = data(state.members.first()?);
-            (state.whole, state.share) = (Some(next), None);
+            state.whole = Some(next);
             for (member, bytes) in state.members.iter().zip(sizes) {
                 if data(member) != next {
                     state.whole = None;
@@ -872,71 +858,6 @@ impl Table {
         }
         let whole = state.whole.filter(|_| state.left == 0)?;
         Some((whole, sizes.iter().sum(), dtype, reduction))
-    }
-
-    /// The bytes of a prepared operation's only tensor that only this rank is going to read, as far as that is known.
-    pub fn own_share(&self, prepared: &Prepared) -> Range<usize> {
-        let entry = prepared.entry.load(Ordering::Relaxed);
-        let found = || {
-            let flight = &self.entries.get(entry as usize)?.flight;
-            let same = (flight.name, flight.fingerprint) == prepared.prints
-                && flight.data == prepared.data;
-            let bucket = self.buckets.get(flight.bucket as usize)?;
-            let share = bucket.share.as_ref().filter(|_| same && !bucket.moved)?;
-            let before = bucket.members.iter().position(|member| *member == entry)?;
-            let sizes = bucket.sizes.as_ref()?;
-            let start: usize = sizes[..before].iter().sum();
-            let inside = |at: usize| at.clamp(start, start + sizes[before]) - start;
-            Some(inside(share.start)..inside(share.end))
-        };
-        found().unwrap_or_default()
-    }
-
-    /// Notes that a part of the tensor of an operation that has just been submitted is on loan.
-    pub fn lend(&mut self, entry: u32, loan: Loan) {
-        let entry = &mut self.entries[entry as usize];
-        entry.loan = Some(loan);
-        if let Some(bucket) = self.buckets.get_mut(entry.flight.in_bucket as usize) {
-            bucket.lends = true;
-        }
-    }
-
-    /// Brings what is on loan to the operation's tensor, if it is on its way.
-    pub fn settle(&mut self, entry: u32) {
-        let entry = &mut self.entries[entry as usize];
-        if let Some(loan) = entry.loan.take() {
-            // SAFETY: both are the submitter's until the operation is done (TABLE-1).
-            unsafe { loan.settle(entry.flight.data) };
-        }
-    }
-
-    /// The same for the members of a bucket that are in this round of it.
-    pub fn settle_members(&mut self, bucket: u32) {
-        let Some(state) = self.buckets.get_mut(bucket as usize) else { return };
-        if std::mem::take(&mut state.lends) {
-            let round = state.round;
-            for member in state.members.clone() {
-                if self.entries[member as usize].is_in(bucket, round) {
-                    self.settle(member);
-                }
-            }
-        }
-    }
-
-    /// Takes what is on loan of a bucket whose members lie side by side.
-    pub fn loans(&mut self, bucket: u32) -> Vec<Loan> {
-        let Bucket { members, sizes, lends, .. } = &mut self.buckets[bucket as usize];
-        let (mut start, mut loans) = (0, Vec::new());
-        if !std::mem::take(lends) {
-            return loans;
-        }
-        for (member, bytes) in members.iter().zip(sizes.iter().flatten()) {
-            if let Some(loan) = self.entries[*member as usize].loan.take() {
-                loans.push(Loan { start: start + loan.start, ..loan });
-            }
-            start += bytes;
-        }
-        loans
     }
 
     /// What this rank is doing.

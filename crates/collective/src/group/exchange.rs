@@ -354,6 +354,6 @@ impl Group {
             Algorithm::InPlace => buckets.locate(input.as_ptr(), input.len()),
             _ => Location::PLAIN,
         };
-        Place { location, buckets, loans: &[] }
+        Place { location, buckets }
     }
 }
