@@ -491,6 +491,8 @@ How it is measured:
   The base is the same without communication, on both ranks at once. Overhead is what somebody takes beyond the base;
   everybody counts with the fastest of their ways: gradients dropped ("none") or zeroed, DDP with and without
   `gradient_as_bucket_view` ("view") and `static_graph` ("static"). Models and gradients are compared at the end.
+  The C library keeps what is freed (`MALLOC_TRIM_THRESHOLD_`): otherwise a process gives 40 MB of gradients back to the
+  system and takes them again in every step, or does not, as chance will have it, and the base varies by a third.
   Memory is what a rank has of its own and its share of what it has together with others (`Pss_Anon` and `Pss_Shmem`),
   after backward, beyond that of a process that trains alone.
 - Spark: a standalone cluster on this machine, a master and two workers with one core each, and one session that is

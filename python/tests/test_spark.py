@@ -220,7 +220,10 @@ def test_horovods_words_are_the_same_and_executors_share_memory(session: Any) ->
         hvd.init()
         total = hvd.allreduce(torch.ones(1000), op=hvd.Sum)
         is_shared = "/memfd:deuteron" in Path("/proc/self/maps").read_text()
-        return (hvd.rank(), hvd.size(), magic, total[0].item(), is_shared), os.environ["SPARK_EXECUTOR_DIRS"]
+        executor = os.getppid()
+        while b"CoarseGrainedExecutorBackend" not in Path(f"/proc/{executor}/cmdline").read_bytes():
+            executor = int(Path(f"/proc/{executor}/stat").read_text().rpartition(")")[2].split()[1])
+        return (hvd.rank(), hvd.size(), magic, total[0].item(), is_shared), executor
 
     # More than one executor takes.
     results = horovod.spark.run(work, args=(42,), num_proc=3, verbose=0)
