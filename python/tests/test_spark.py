@@ -758,6 +758,29 @@ def test_spark_with_authentication_and_encryption(tmp_path: Path) -> None:
     assert lines == ["ROWS 1000"]
 
 
+def test_executors_with_another_python_are_told_apart(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    lines = script(
+        tmp_path,
+        """
+            import deuteron.spark, os, sys
+            from deuteron.errors import LaunchError
+            from pyspark.sql import SparkSession
+
+            os.environ.update(PYSPARK_PYTHON=sys.argv[1], PYTHONPATH="")
+            SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+            try:
+                deuteron.spark.run(int, num_proc=2, verbose=0)
+            except LaunchError as error:
+                print("REFUSED", error)
+        """,
+        "bare",
+        str(tmp_path / "bare" / "bin" / "python"),
+    )
+    assert len(lines) == 1
+    assert "No module named" in lines[0] and "have PYSPARK_PYTHON (or spark.pyspark.python) name one" in lines[0]
+
+
 def test_connect(tmp_path: Path) -> None:
     lines = script(
         tmp_path,

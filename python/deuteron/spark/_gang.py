@@ -412,9 +412,19 @@ def _raise_for(stage: Stage) -> None:
     if stage.reason is not None:
         raise LaunchError(stage.reason) from None
     if stage.error is not None:
-        raise LaunchError(f"Spark has ended the stage: {_first_line(stage.error)}") from stage.error
+        raise LaunchError(f"Spark has ended the stage: {_reason(str(stage.error))}") from stage.error
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def _reason(text: str) -> str:
+    """The line that says why, of all that Spark tells about a failed stage: if there is one, that of its Python."""
+    _, is_python, traceback = text.partition("Traceback (most recent call last):")
+    lines = [line for line in (traceback if is_python else text).splitlines() if line and not line[0].isspace()]
+    # The first is about a call of Py4J's, and the next begins with a colon.
+    said = [line.removeprefix(": ") for line in lines if not line.startswith("An error occurred while calling")]
+    reason = said[0] if said else "it does not say why, its log may"
+    if is_python and ("ModuleNotFoundError" in reason or "PYTHON_VERSION_MISMATCH" in text):
+        reason += (
+            "; executors run another Python than this one: have PYSPARK_PYTHON (or spark.pyspark.python) name one of "
+            "the same version that has deuteron and pyarrow"
+        )
+    return reason
