@@ -207,6 +207,8 @@ def _leave_in_flight(kind: str) -> str:
     if kind == "unmatched":
         hvd.allreduce_async(torch.ones(3), name=f"only on {hvd.rank()}")
         hvd.allgather_async(torch.ones(size), name=f"gather only on {hvd.rank()}")
+        # Nobody is gone before the other has begun.
+        hvd.barrier()
     elif kind == "matched":
         # The other rank may be gone before the last of them.
         with contextlib.suppress(PeerLostError):
@@ -216,6 +218,7 @@ def _leave_in_flight(kind: str) -> str:
         handle = hvd.allreduce_async(torch.ones(3), name=f"waited for on {hvd.rank()}")
         threading.Thread(target=lambda: hvd.synchronize(handle), daemon=True).start()
         time.sleep(0.1)
+        hvd.barrier()
     return kind
 
 
