@@ -1,0 +1,28 @@
+//! Record batches reach tasks, and tensors, without rows and without copies.
+//!
+//! A [`Source`] names the rows, [`Dataset`] opens it for one rank, and [`Batches`] are its mini-batches of one epoch.
+//! Which rank sees which row at which step is a pure function ([`plan`]). A column of a mini-batch is one stretch of
+//! memory that whoever gets it owns ([`Tensor`]).
+//!
+//! - EX-1: a row whose columns all have a fixed width is kept as that many bytes ([`Layout`]): to draw a row at random is
+//!   to copy one stretch of memory, not one value per column.
+//! - EX-2: memory is bounded by the buffer and by what is prefetched; what is larger lies in a file without a name, of
+//!   which only what is looked at is in memory.
+//! - EX-3: threads of this room know nothing of Python, and end when nobody waits for what they make.
+
+mod deal;
+mod error;
+mod filter;
+mod layout;
+mod loader;
+mod memory;
+pub mod plan;
+mod source;
+mod spool;
+
+pub use error::{Error, Result};
+pub use filter::{Filter, Operator, Value};
+pub use layout::{Column, DType, Fill, Layout, Request};
+pub use loader::{Batch, Batches, Dataset, Options, Tensor};
+pub use memory::Buffer;
+pub use source::{Source, files};
