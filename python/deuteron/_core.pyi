@@ -4,7 +4,21 @@ import sys
 from collections.abc import Sequence
 from typing import final
 
-__all__ = ["Accelerator", "Engine", "Job", "Memory", "Operation", "Slots", "Task", "TaskInfo", "__version__", "main"]
+__all__ = [
+    "Accelerator",
+    "Batches",
+    "Bytes",
+    "Dataset",
+    "Engine",
+    "Job",
+    "Memory",
+    "Operation",
+    "Slots",
+    "Task",
+    "TaskInfo",
+    "__version__",
+    "main",
+]
 
 __version__: str
 
@@ -211,3 +225,62 @@ class Slots:
         """Waits for all that were submitted since the last wait."""
     def waiting(self) -> int:
         """How many were submitted since the last wait."""
+
+@final
+class Dataset:
+    """A source, opened for one rank."""
+
+    def __new__(
+        cls,
+        paths: Sequence[str],
+        stream: object | None,
+        *,
+        batch_size: int,
+        rank: int,
+        size: int,
+        shuffle: str | None,
+        buffer: int,
+        seed: int,
+        rest: str,
+        columns: Sequence[str] | None,
+        described: Sequence[
+            tuple[
+                str,
+                str | None,
+                tuple[str, Sequence[int]] | None,
+                bool | int | float | str | None,
+                Sequence[str] | None,
+            ]
+        ],
+        filters: Sequence[tuple[str, str, Sequence[bool | int | float | str]]],
+        refuse_nan: bool,
+        prefetch: int,
+        threads: int | None,
+        spool: str | None,
+    ) -> Dataset: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def columns(self) -> list[tuple[str, str, list[int], str | None, list[str] | None]]:
+        """Name, type, shape, unit and categories of each."""
+    def epoch(self, epoch: int, step: int) -> Batches:
+        """The mini-batches of an epoch, from a step on."""
+
+@final
+class Batches:
+    """The mini-batches of an epoch, made by threads in the background."""
+
+    def capsules(self) -> list[object] | None:
+        """The columns of the next as DLPack capsules; nothing after the last."""
+    def buffers(self) -> list[Bytes] | None:
+        """The columns of the next as buffers of bytes; nothing after the last."""
+
+@final
+class Bytes:
+    """A column of a mini-batch, writable, for as long as anybody looks at it."""
+
+    def __len__(self) -> int: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -19,6 +19,10 @@ class UnavailableError(Error, NotImplementedError):
     """Part of a compatible interface that is not there yet."""
 
 
+class DataError(Error):
+    """Data is missing, broken, or not what it should be; the message names the file and the column."""
+
+
 class CollectiveError(Error, RuntimeError):
     """An operation among ranks failed. Horovod's scripts know it as ``HorovodInternalError``."""
 

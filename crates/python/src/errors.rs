@@ -1,6 +1,7 @@
 //! From errors of the rooms below to exceptions of `deuteron.errors`.
 
 use deuteron_collective::Error as Collective;
+use deuteron_exchange::Error as Exchange;
 use deuteron_gang::Error as Gang;
 use pyo3::{call::PyCallArgs, exceptions::PyKeyboardInterrupt, prelude::*};
 
@@ -46,5 +47,13 @@ pub(crate) fn gang(error: &Gang) -> PyErr {
         }
         Gang::Interrupted(_) => PyKeyboardInterrupt::new_err(message),
         _ => raise(py, "Error", (message,)),
+    })
+}
+
+pub(crate) fn exchange(error: &Exchange) -> PyErr {
+    let message = error.to_string();
+    Python::attach(|py| match error {
+        Exchange::Invalid(_) => raise(py, "InvalidError", (message,)),
+        _ => raise(py, "DataError", (message,)),
     })
 }

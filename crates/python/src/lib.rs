@@ -4,6 +4,7 @@
 //!   wants to interrupt it.
 //! - GIL-2: no native thread attaches to Python.
 
+mod data;
 mod engine;
 mod errors;
 mod launch;
@@ -25,5 +26,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(main, module)?)?;
     task::register(module)?;
     engine::register(module)?;
+    data::register(module)?;
     launch::register(module)
 }

@@ -1,0 +1,110 @@
+"""A task's share of the rows: Arrow batches in a file that is mapped into memory and can be read again and again."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+
+class Partition:
+    """The rows of this task, as ``pyarrow.RecordBatch``es; each iteration begins at the first.
+
+    Nothing is read before it is looked at, and what is looked at is the system's own copy of the file: memory does not
+    grow with the number of rows.
+    """
+
+    def __init__(self, path: str) -> None:
+        import pyarrow  # type: ignore[import-untyped]
+
+        self._path = path
+        self._file = pyarrow.ipc.open_file(pyarrow.memory_map(path))
+        self._rows: int | None = None
+
+    @property
+    def schema(self) -> Any:
+        """The ``pyarrow.Schema``, the same in every task."""
+        return self._file.schema
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are; tasks may have different numbers, or none."""
+        if self._rows is None:
+            self._rows = sum(batch.num_rows for batch in self)
+        return self._rows
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self._file.num_record_batches):
+            yield self._file.get_batch(index)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        import pyarrow
+
+        reader = pyarrow.RecordBatchReader.from_batches(self.schema, self)
+        return reader.__arrow_c_stream__(requested_schema)
+
+    def to_table(self) -> Any:
+        """All rows as one ``pyarrow.Table`` that lies in the file."""
+        import pyarrow
+
+        return pyarrow.Table.from_batches(self, self.schema)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A child that was not forked has not inherited the file, but may open it as long as this process lives.
+        return Partition, (self._path.replace("/proc/self/", f"/proc/{os.getpid()}/"),)
+
+    def __repr__(self) -> str:
+        return f"Partition({self.num_rows} rows of {self.schema.names})"
+
+
+class Spool:
+    """The file of a partition while it is written; it has no name, so that it cannot be left behind."""
+
+    def __init__(self, schema: Any, folder: str | None = None) -> None:
+        import pyarrow
+
+        self._file = tempfile.TemporaryFile(prefix="deuteron-", dir=folder, buffering=0)  # noqa: SIM115
+        self._writer = pyarrow.ipc.new_file(self._file, schema)
+
+    def write(self, batch: Any) -> None:
+        self._writer.write_batch(batch)
+
+    def finish(self) -> None:
+        """All rows are there."""
+        self._writer.close()
+
+    @property
+    def path(self) -> str:
+        """Where processes of this user find it, as long as this one lives and it is not closed."""
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def deal(data: Any, shares: int, folder: str | None = None) -> list[Spool]:
+    """Deals the rows of a stream evenly to as many spools, each of which is whole."""
+    import pyarrow
+
+    reader = pyarrow.RecordBatchReader.from_stream(data)
+    spools = [Spool(reader.schema, folder) for _ in range(shares)]
+    try:
+        next_one = 0
+        for batch in reader:
+            # Who got one row more has its turn last in the next batch: shares differ by at most one row.
+            least, more = divmod(batch.num_rows, shares)
+            start = 0
+            for place in range(shares):
+                rows = least + (place < more)
+                if rows:
+                    spools[(next_one + place) % shares].write(batch.slice(start, rows))
+                start += rows
+            next_one = (next_one + more) % shares
+        for spool in spools:
+            spool.finish()
+    except BaseException:
+        for spool in spools:
+            spool.close()
+        raise
+    return spools
