@@ -21,7 +21,7 @@ DENY := $(TOOLS)/cargo-deny-$(CARGO_DENY_VERSION)/bin/cargo-deny
 RUFF := $(TOOLS)/ruff-$(RUFF_VERSION)/bin/ruff
 PYTHON_SOURCES := $(wildcard bench scripts python)
 COLLECTIVE := -p deuteron-collective
-LIBRARIES := $(COLLECTIVE) -p deuteron-gang -p deuteron-cli
+LIBRARIES := $(COLLECTIVE) -p deuteron-gang -p deuteron-exchange -p deuteron-cli
 # $(call suite,SECONDS) COMMAND
 suite = scripts/leftovers.py $(1)
 

@@ -16,8 +16,8 @@ use std::{
     sync::{Mutex, OnceLock, PoisonError},
 };
 
-/// Rows that are packed before the next column's turn: what fits into a near cache.
-const BLOCK: usize = 256;
+/// Bytes of rows that are packed or taken apart before the next column's turn: what stays in the nearest cache.
+const BLOCK: usize = 16 << 10;
 
 /// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -367,10 +367,11 @@ impl Layout {
         }
         let start = rows.len();
         rows.resize(start + count * self.width, 0);
-        for (block, rows) in rows[start..].chunks_mut(BLOCK * self.width).enumerate() {
+        let block_rows = self.block();
+        for (block, rows) in rows[start..].chunks_mut(block_rows * self.width).enumerate() {
             for (column, flat) in self.columns.iter().zip(&flat) {
                 let bytes = column.place.len();
-                let flat = &flat[block * BLOCK * bytes..];
+                let flat = &flat[block * block_rows * bytes..];
                 match bytes {
                     1 => scatter::<1>(rows, self.width, column.place.start, flat),
                     2 => scatter::<2>(rows, self.width, column.place.start, flat),
@@ -400,24 +401,38 @@ impl Layout {
         (places.collect(), end)
     }
 
+    /// Rows of a block.
+    fn block(&self) -> usize {
+        (BLOCK / self.width.max(1)).max(1)
+    }
+
     /// Takes packed rows apart into columns that begin at these places.
     pub(crate) fn unpack(&self, rows: &[u8], places: &[usize], columns: &mut [u8]) {
-        let count = rows.len() / self.width.max(1);
-        for (column, &place) in self.columns.iter().zip(places) {
-            let bytes = column.place.len();
-            let values = &mut columns[place..place + count * bytes];
-            match bytes {
-                1 => gather::<1>(rows, self.width, column.place.start, values),
-                2 => gather::<2>(rows, self.width, column.place.start, values),
-                4 => gather::<4>(rows, self.width, column.place.start, values),
-                8 => gather::<8>(rows, self.width, column.place.start, values),
-                0 => {}
-                _ => {
-                    let rows = rows.chunks_exact(self.width);
-                    rows.zip(values.chunks_exact_mut(bytes))
-                        .for_each(|(row, value)| value.copy_from_slice(&row[column.place.clone()]));
+        let width = self.width.max(1);
+        let count = rows.len() / width;
+        let block_rows = self.block();
+        for (block, rows) in rows.chunks(block_rows * width).enumerate() {
+            for (column, &place) in self.columns.iter().zip(places) {
+                let bytes = column.place.len();
+                let start = place + block * block_rows * bytes;
+                let values = &mut columns[start..start + rows.len() / width * bytes];
+                match bytes {
+                    1 => gather::<1>(rows, width, column.place.start, values),
+                    2 => gather::<2>(rows, width, column.place.start, values),
+                    4 => gather::<4>(rows, width, column.place.start, values),
+                    8 => gather::<8>(rows, width, column.place.start, values),
+                    0 => {}
+                    _ => {
+                        let rows = rows.chunks_exact(width);
+                        rows.zip(values.chunks_exact_mut(bytes)).for_each(|(row, value)| {
+                            value.copy_from_slice(&row[column.place.clone()])
+                        });
+                    }
                 }
             }
+        }
+        for (column, &place) in self.columns.iter().zip(places) {
+            let values = &mut columns[place..place + count * column.place.len()];
             if let Kind::Categories(categories) = &column.kind
                 && let Some((numbers, _)) = categories.sorted.get()
             {

@@ -6,7 +6,7 @@
 use crate::{
     Buffer, DType, Error, Filter, Layout, Request, Result, Source,
     deal::{Dealt, Work, deal},
-    memory::Pool,
+    memory::{Pool, ask_for},
     plan::{Order, Plan, Share, Shuffle},
     source::{Format, Parquet, Sequence},
     spool::{Folder, Spool, part},
@@ -16,6 +16,8 @@ use std::{path::PathBuf, sync::Arc, thread::available_parallelism, time::Instant
 
 /// Parts of a unit that a thread reads ahead.
 const AHEAD: usize = 2;
+/// Rows between the one that is copied and the one that is asked for.
+const SOON: usize = 16;
 /// More threads than this do not read faster.
 const THREADS: usize = 8;
 
@@ -268,15 +270,25 @@ impl Maker {
     }
 }
 
+/// Copies rows one behind the other.
+fn collect<'a>(places: &[u64], row: impl Fn(u64) -> &'a [u8], rows: &mut Vec<u8>) {
+    rows.clear();
+    for (index, &place) in places.iter().enumerate() {
+        if let Some(&soon) = places.get(index + SOON) {
+            ask_for(row(soon));
+        }
+        rows.extend_from_slice(row(place));
+    }
+}
+
 /// Rows of a spool, drawn in the order of the plan.
 fn draw(spool: Arc<Spool>, share: Arc<Share>, maker: Maker, from: u64) -> Work<Batch> {
-    let mut rows = Vec::new();
+    let (mut places, mut rows) = (Vec::new(), Vec::new());
     Box::new(move |item, sink| {
         let start = (from + item) * maker.rows as u64;
-        rows.clear();
-        for position in start..start + maker.rows as u64 {
-            rows.extend_from_slice(spool.row(share.row(position)));
-        }
+        places.clear();
+        places.extend((start..start + maker.rows as u64).map(|position| share.row(position)));
+        collect(&places, |place| spool.row(place), &mut rows);
         Ok(sink.put(maker.batch(&rows), true))
     })
 }
@@ -312,7 +324,7 @@ impl Window {
     }
 
     fn work(mut self, maker: Maker, from: u64) -> Work<Batch> {
-        let mut drawn = Vec::new();
+        let (mut places, mut drawn) = (Vec::new(), Vec::new());
         Box::new(move |item, sink| {
             let position = (from + item) * maker.rows as u64;
             let window = position / self.share.window();
@@ -324,11 +336,13 @@ impl Window {
             let batch = match slots {
                 None => maker.batch(&self.rows),
                 Some(slots) => {
-                    drawn.clear();
-                    for position in position - start..position - start + maker.rows as u64 {
-                        let place = slots.at(position) as usize * self.width;
-                        drawn.extend_from_slice(&self.rows[place..place + self.width]);
-                    }
+                    let first = position - start;
+                    places.clear();
+                    places.extend((first..first + maker.rows as u64).map(|slot| slots.at(slot)));
+                    let row = |place: u64| {
+                        &self.rows[place as usize * self.width..(place as usize + 1) * self.width]
+                    };
+                    collect(&places, row, &mut drawn);
                     maker.batch(&drawn)
                 }
             };

@@ -1,5 +1,4 @@
 //! From real files to mini-batches: what is seen is what the plan says, whatever the format and the number of threads.
-#![expect(missing_docs, reason = "a test")]
 
 use arrow_array::{
     ArrayRef, BooleanArray, Date32Array, FixedSizeListArray, Float32Array, Float64Array,
