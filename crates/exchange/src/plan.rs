@@ -398,7 +398,7 @@ mod tests {
                 let window = share.window() as usize;
                 for (read, seen) in read.chunks(window).zip(seen.chunks_mut(window)) {
                     if order.shuffle == Shuffle::None {
-                        prop_assert_eq!(&*read, &*seen);
+                        prop_assert_eq!(read, &*seen);
                     }
                     let mut read = read.to_vec();
                     read.sort_unstable();

@@ -1,4 +1,5 @@
 //! From real files to mini-batches: what is seen is what the plan says, whatever the format and the number of threads.
+#![expect(clippy::unwrap_used, reason = "a test fails loudly")]
 
 use arrow_array::{
     ArrayRef, BooleanArray, Date32Array, FixedSizeListArray, Float32Array, Float64Array,
