@@ -1,0 +1,1 @@
+"""Rossmann Store Sales from end to end: prepare, train in parallel, predict, submission file."""

@@ -1,0 +1,178 @@
+"""From the seven CSV files to three Parquet data sets of features: training, validation and test.
+
+The steps are in prepare.sql. What is written is whole or not there. Rows without sales are left out of training; no
+other row is lost or doubled, or the error says at which join.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .engines import Engine
+from .tables import CATEGORICAL, CONTINUOUS, TABLES, WORDS, BadInputError, headers
+
+#: Joins in their order, with the files that must have a row for each day of each store.
+JOINS = {
+    "with_stores": "store.csv and store_states.csv, by Store",
+    "with_trends": "googletrend.csv, by state and week",
+    "with_trends_de": "googletrend.csv (Rossmann_DE), by week",
+    "with_climate": "weather.csv and state_names.csv, by state and Date",
+    "joined": "train.csv and test.csv themselves, by Store and Date",
+}
+
+
+@dataclass
+class Prepared:
+    """What training needs to know of the data sets."""
+
+    folder: str
+    #: Values of each category; the position of a value is its number, and one past the last is what is not there.
+    vocabulary: dict[str, list[Any]]
+    max_sales: float
+    rows: dict[str, int]
+
+    @staticmethod
+    def load(folder: Path) -> Prepared:
+        """What ``prepare`` has written there."""
+        return Prepared(folder=str(folder), **json.loads((folder / "metadata.json").read_text()))
+
+
+def prepare(engine: Engine, data: Path, folder: Path, vocabulary: dict[str, list[Any]] | None = None) -> Prepared:
+    """Reads the files in ``data`` and writes ``train``, ``validation`` and ``test`` in ``folder``.
+
+    :param vocabulary: that of a model which is to predict; if not said, the values that occur in train and test
+    """
+    read(engine, data)
+    for name, query in steps().items():
+        if name == "joined":
+            engine.keep(name, query)
+            check_rows(engine)
+        elif name == "features":
+            engine.keep(name, query)
+        else:
+            engine.view(name, query)
+    words = vocabulary or vocabularies(engine)
+    for column, values in words.items():
+        engine.table(f"vocabulary_{column.lower()}", {"value": values, "position": list(range(len(values)))})
+    engine.view("encoded", encoding(words))
+
+    first, last = one(
+        engine, "SELECT min(DayNumber) AS first, max(DayNumber) AS last FROM features WHERE Part = 'test'"
+    )
+    held_out = f"DayNumber >= {first - 365} AND DayNumber < {last - 365}"
+    columns = ", ".join(["Date", *CATEGORICAL, *CONTINUOUS])
+    parts = {
+        "train": f"SELECT {columns}, Sales FROM encoded WHERE Part = 'train' AND NOT ({held_out}) ORDER BY Date, Store",
+        "validation": f"SELECT {columns}, Sales FROM encoded WHERE Part = 'train' AND {held_out} ORDER BY Date, Store",
+        "test": f"SELECT Id, {columns} FROM encoded WHERE Part = 'test' ORDER BY Id",
+    }
+    with whole_folder(folder) as partial:
+        rows = {part: engine.write(query, partial / part) for part, query in parts.items()}
+        for part, reason in {
+            "train": "no day with sales outside of the validation period",
+            "validation": "no day with sales one year before the days of test.csv",
+        }.items():
+            if not rows[part]:
+                raise BadInputError(f"train.csv has {reason}: it must reach back more than a year before test.csv")
+        (max_sales,) = one(engine, f"SELECT max(Sales) AS most FROM features WHERE Part = 'train' AND NOT ({held_out})")
+        prepared = Prepared(str(folder), words, float(max_sales), rows)
+        metadata = {name: value for name, value in asdict(prepared).items() if name != "folder"}
+        (partial / "metadata.json").write_text(json.dumps(metadata))
+    return prepared
+
+
+def steps() -> dict[str, str]:
+    """The queries of prepare.sql by name, in their order."""
+    text = Path(__file__).with_name("prepare.sql").read_text()
+    blocks = re.findall(r"^-- (\w+): .*\n((?:(?!-- ).*\n)+?)(?=\n|\Z)", text, re.MULTILINE)
+    return {name: query.strip().removesuffix(";") for name, query in blocks}
+
+
+def read(engine: Engine, data: Path) -> None:
+    """Makes the files tables of the engine, with types; a value that is not of its type is an error."""
+    for table, names in headers(data).items():
+        engine.read_csv(f"{table}_csv", data / f"{table}.csv", names)
+        columns = TABLES[table]
+        typed = {column: type for column, type in columns.items() if type != "STRING"}
+        if typed:
+            wrong = ", ".join(
+                f"max(CASE WHEN {column} IS NOT NULL AND try_cast({column} AS {type}) IS NULL THEN {column} END) AS {column}"
+                for column, type in typed.items()
+            )
+            for column, value in engine.rows(f"SELECT {wrong} FROM {table}_csv")[0].items():
+                if value is not None:
+                    raise BadInputError(
+                        f"{table}.csv: {value!r} in column {column} is not {WORDS[typed[column]]}: mend that row"
+                    )
+        values = ", ".join(
+            column if type == "STRING" else f"CAST({column} AS {type}) AS {column}" for column, type in columns.items()
+        )
+        engine.view(table, f"SELECT {values} FROM {table}_csv")
+
+
+def check_rows(engine: Engine) -> None:
+    """Every row is there once after the joins, or the first join that is to blame is named."""
+    (before,) = one(engine, "SELECT count(*) AS rows_there FROM sold")
+    (after,) = one(engine, "SELECT count(*) AS rows_there FROM joined")
+    if before == after:
+        return
+    for join, files in JOINS.items():
+        (now,) = one(engine, f"SELECT count(*) AS rows_there FROM {join}")
+        if now != before:
+            what = "no row there" if now < before else "more than one row there"
+            raise BadInputError(
+                f"{before} rows of train.csv and test.csv became {now} in the join with {files}: some have {what}"
+            )
+
+
+def vocabularies(engine: Engine) -> dict[str, list[Any]]:
+    """The sorted values of each category over train and test."""
+    return {
+        column: sorted(row["value"] for row in engine.rows(f"SELECT DISTINCT {column} AS value FROM features"))
+        for column in CATEGORICAL
+    }
+
+
+def encoding(vocabulary: dict[str, list[Any]]) -> str:
+    """The query that makes numbers of categories."""
+    numbers = [
+        f"CAST(coalesce(of_{column}.position, {len(values)}) AS INT) AS {column}"
+        for column, values in vocabulary.items()
+    ]
+    floats = [f"CAST({column} AS FLOAT) AS {column}" for column in CONTINUOUS]
+    joins = [
+        f"LEFT JOIN vocabulary_{column.lower()} AS of_{column} ON features.{column} = of_{column}.value"
+        for column in vocabulary
+    ]
+    return f"SELECT Part, Id, Date, DayNumber, Sales, {', '.join(numbers + floats)} FROM features {' '.join(joins)}"
+
+
+def one(engine: Engine, query: str) -> tuple[Any, ...]:
+    """The only row of a query."""
+    return tuple(engine.rows(query)[0].values())
+
+
+class whole_folder:
+    """A folder to write in that takes its name only when all is written; what had the name before is replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self.partial
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        if failure is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.partial.rename(self.folder)
+        else:
+            shutil.rmtree(self.partial, ignore_errors=True)
