@@ -89,7 +89,7 @@ def _walk(random: np.random.Generator, length: int, mean: float, step: float) ->
 
 
 def _weather(random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Columns of states × days, from the first day of 2013 to the last of test."""
+    """Columns of states by days, from the first day of 2013 to the last of test."""
     first, last = WEATHER_FROM.toordinal(), LAST.toordinal() + TEST_DAYS
     season = np.cos(2 * np.pi * (np.arange(first, last + 1) - first - 200) / 365.25)
     shape = (len(STATES), season.size)
@@ -120,7 +120,7 @@ def _weather(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _trends(random: np.random.Generator) -> np.ndarray:
-    """Interest on the web: states × weeks."""
+    """Interest on the web: states by weeks."""
     return np.stack([np.clip(np.round(_walk(random, TREND_WEEKS, 62, 5)), 0, 100) for _ in STATES])
 
 
@@ -159,7 +159,7 @@ def _shops(random: np.random.Generator, stores: int) -> dict[str, np.ndarray]:
 
 
 def _holidays(calendar: Calendar) -> np.ndarray:
-    """0, or a, b, c: public holiday, Easter, Christmas; states × days."""
+    """0, or a, b, c: public holiday, Easter, Christmas; states by days."""
     found = np.full((len(STATES), len(calendar.days)), "0")
     index = {day: position for position, day in enumerate(calendar.days)}
 
@@ -186,7 +186,7 @@ def _holidays(calendar: Calendar) -> np.ndarray:
 
 
 def _school(calendar: Calendar) -> np.ndarray:
-    """Whether schools are closed; states × days. Summer begins later in the south."""
+    """Whether schools are closed; states by days. Summer begins later in the south."""
     found = np.zeros((len(STATES), len(calendar.days)), bool)
     for state in range(len(STATES)):
         for year, easter in EASTER.items():
@@ -221,7 +221,7 @@ def _write_sales(
     weather: dict[str, np.ndarray],
     trends: np.ndarray,
 ) -> None:
-    """train.csv and test.csv; arrays are stores × days."""
+    """train.csv and test.csv; arrays are stores by days."""
     state, kind, stores, days = shops["state"], shops["kind"], shops["state"].size, len(calendar.days)
     column = {name: values[:, None] for name, values in shops.items()}
     promo = (((calendar.numbers - 1) // 7) % 2 == 0) & (calendar.weekday <= 5)

@@ -102,7 +102,7 @@ def read(engine: Engine, data: Path) -> None:
         typed = {column: type for column, type in columns.items() if type != "STRING"}
         if typed:
             wrong = ", ".join(
-                f"max(CASE WHEN {column} IS NOT NULL AND try_cast({column} AS {type}) IS NULL THEN {column} END) AS {column}"
+                f"max(CASE WHEN try_cast({column} AS {type}) IS NULL THEN {column} END) AS {column}"
                 for column, type in typed.items()
             )
             for column, value in engine.rows(f"SELECT {wrong} FROM {table}_csv")[0].items():

@@ -56,15 +56,46 @@ TABLES: dict[str, dict[str, str]] = {
 }
 WORDS = {"INT": "a whole number", "DOUBLE": "a number", "DATE": "a date (year-month-day)"}
 
-CATEGORICAL = (
-    "Store State DayOfWeek Year Month Day Week CompetitionMonthsOpen Promo2Weeks StoreType Assortment PromoInterval "
-    "CompetitionOpenSinceYear Promo2SinceYear Events Promo StateHoliday SchoolHoliday"
-).split()
-CONTINUOUS = (
-    "CompetitionDistance Max_TemperatureC Mean_TemperatureC Min_TemperatureC Max_Humidity Mean_Humidity Min_Humidity "
-    "Max_Wind_SpeedKm_h Mean_Wind_SpeedKm_h CloudCover trend trend_de BeforePromo AfterPromo BeforeStateHoliday "
-    "AfterStateHoliday BeforeSchoolHoliday AfterSchoolHoliday"
-).split()
+CATEGORICAL = [
+    "Store",
+    "State",
+    "DayOfWeek",
+    "Year",
+    "Month",
+    "Day",
+    "Week",
+    "CompetitionMonthsOpen",
+    "Promo2Weeks",
+    "StoreType",
+    "Assortment",
+    "PromoInterval",
+    "CompetitionOpenSinceYear",
+    "Promo2SinceYear",
+    "Events",
+    "Promo",
+    "StateHoliday",
+    "SchoolHoliday",
+]
+CONTINUOUS = [
+    "CompetitionDistance",
+    "Max_TemperatureC",
+    "Mean_TemperatureC",
+    "Min_TemperatureC",
+    "Max_Humidity",
+    "Mean_Humidity",
+    "Min_Humidity",
+    "Max_Wind_SpeedKm_h",
+    "Mean_Wind_SpeedKm_h",
+    "CloudCover",
+    "trend",
+    "trend_de",
+    "BeforePromo",
+    "AfterPromo",
+    "BeforeStateHoliday",
+    "AfterStateHoliday",
+    "BeforeSchoolHoliday",
+    "AfterSchoolHoliday",
+]
 
 
 class BadInputError(ValueError):
