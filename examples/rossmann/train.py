@@ -11,6 +11,7 @@ import math
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class Network(nn.Module):
         self.embeddings = nn.ModuleList(nn.Embedding(size + 1, EMBEDDING, padding_idx=size) for size in vocabulary)
         self.norm = BatchNorm(continuous)
         widths = [EMBEDDING * len(vocabulary) + continuous, *options.layers]
-        self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False))
+        self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.dropout = nn.Dropout(options.dropout)
         self.output = nn.Linear(widths[-1], 1)
         self.most = math.log(max_sales) * 1.2
@@ -121,7 +122,7 @@ class Network(nn.Module):
 def squares_of_errors(predicted: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of squared relative errors of sales, and of how many: rows that have sales."""
     counted = actual > 0.001
-    errors = (1 - (predicted - actual).exp()) * counted
+    errors = (1 - (predicted - actual).exp())[counted]
     return errors.square().sum(), counted.sum()
 
 
@@ -161,7 +162,7 @@ def load(checkpoint: bytes) -> Network:
 
 
 def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -> Trained | None:
-    """What every rank calls; rank 0 returns the course and the best model, and keeps that in the file ``checkpoint``."""
+    """What every rank calls; rank 0 returns the course and the best model, kept in the file ``checkpoint`` too."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     folder = Path(prepared.folder)
