@@ -86,13 +86,11 @@ def places(spark: str | None) -> tuple[Engine, Callable[..., list[Any]]]:
     if spark is None:
         return DataFusion(), deuteron.run
     import cloudpickle
-    import deuteron.spark
-
-    import rossmann
+    from deuteron.spark import run
 
     # Executors need not have these files.
-    cloudpickle.register_pickle_by_value(rossmann)
-    return Spark(spark), deuteron.spark.run
+    cloudpickle.register_pickle_by_value(sys.modules["rossmann"])
+    return Spark(spark), run
 
 
 def train_on(
