@@ -182,7 +182,7 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=options.plateau)
     trained = Trained()
-    best = math.inf
+    best, told = math.inf, 0.0
     for epoch in range(options.epochs):
         start, sums, finite = time.perf_counter(), Sums(), True
         model.train()
@@ -191,7 +191,8 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
             finite = _step(model, optimizer, batch, sums)
             if not finite:
                 break
-            if rank == 0 and (step + 1) % max(1, count // 20) == 0:
+            if rank == 0 and (step + 1 == count or time.perf_counter() - told > 0.5):
+                told = time.perf_counter()
                 print(f"progress {epoch * count + step + 1} of {options.epochs * count}", flush=True)
         if not finite:
             trained.ended = f"the loss is not a number in step {step + 1} of epoch {epoch + 1}"
