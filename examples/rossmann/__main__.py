@@ -61,7 +61,13 @@ def pipeline(arguments: argparse.Namespace) -> None:
     print(", ".join(f"{part}: {rows:,} rows" for part, rows in prepared.rows.items()))
 
     options = Options(
-        arguments.epochs, arguments.batch_size, arguments.learning_rate, arguments.warmup_epochs, seed=arguments.seed
+        epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        learning_rate=arguments.learning_rate,
+        warmup_epochs=arguments.warmup_epochs,
+        plateau=arguments.epochs // 10,
+        patience=max(2, arguments.epochs // 5),
+        seed=arguments.seed,
     )
     with timed("train", times):
         trained = train_on(run, arguments.num_proc, prepared, options, out / "checkpoint.pt")
@@ -168,7 +174,7 @@ def parse() -> argparse.Namespace:
     )
     add("--out", type=Path, default=Path("rossmann-out"), metavar="DIR", help="where results go (%(default)s)")
     add("--num-proc", type=int, default=min(2, os.cpu_count() or 1), help="ranks (%(default)s)")
-    add("--epochs", type=int, default=8, help="at most so many (%(default)s)")
+    add("--epochs", type=int, default=6, help="at most so many (%(default)s)")
     add("--batch-size", type=int, default=128, help="rows of a step on each rank (%(default)s)")
     add("--learning-rate", type=float, default=5e-4, help="of one rank; it is scaled by their number (%(default)s)")
     add("--warmup-epochs", type=int, default=1, help="over which the rate grows to that (%(default)s)")

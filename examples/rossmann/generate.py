@@ -258,13 +258,13 @@ def _write_sales(
     log += 0.10 * ((calendar.month % 3 == (column["interval"] + 1) % 3) & (calendar.numbers >= started))
     since = calendar.numbers - WEATHER_FROM.toordinal()
     temperature = weather["Mean_TemperatureC"][:, since][state]
-    log += np.where(column["assortment"] == 2, 0.010, -0.004) * (temperature - 10)
+    log += np.where(column["assortment"] == 2, 0.013, -0.005) * (temperature - 10)
     log -= 0.07 * (weather["Events"][:, since][state] == 0)
     week = (calendar.numbers - TREND_FROM.toordinal()) // 7
     # The files join on the ISO week, which begins a day later than the trend's.
     week = np.where(calendar.weekday == 7, week, week + 1)
-    log += 0.010 * (trends[:, np.clip(week, 0, TREND_WEEKS - 1)][state] - 62)
-    log += random.normal(0, 0.07, (stores, days))
+    log += 0.014 * (trends[:, np.clip(week, 0, TREND_WEEKS - 1)][state] - 62)
+    log += random.normal(0, 0.06, (stores, days))
 
     sales = np.where(closed | (random.random((stores, days)) < 5e-5), 0, np.round(np.exp(log))).astype(np.int64)
     customers = np.round(sales / np.exp(random.normal(2.2, 0.12, (stores, days)))).astype(np.int64)
