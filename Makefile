@@ -19,7 +19,7 @@ export RUFF_VERSION := 0.17.4
 LOCKED := $(if $(filter true,$(CI)),--locked)
 DENY := $(TOOLS)/cargo-deny-$(CARGO_DENY_VERSION)/bin/cargo-deny
 RUFF := $(TOOLS)/ruff-$(RUFF_VERSION)/bin/ruff
-PYTHON_SOURCES := $(wildcard bench scripts python)
+PYTHON_SOURCES := $(wildcard bench examples scripts python)
 COLLECTIVE := -p deuteron-collective
 LIBRARIES := $(COLLECTIVE) -p deuteron-gang -p deuteron-exchange -p deuteron-cli
 # $(call suite,SECONDS) COMMAND
@@ -28,8 +28,9 @@ suite = scripts/leftovers.py $(1)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: ## run the first example: ranks add up their numbers
-	cargo run $(LOCKED) --release --example all_reduce $(COLLECTIVE)
+demo: ## from files to predictions: prepare, train on two ranks, predict; a few minutes on two cores
+	scripts/setup.sh peers package
+	.venv/bin/python examples/rossmann
 
 setup: ## install all that the tests and the benchmark need, skipping what is there
 	scripts/setup.sh tools system peers package
