@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +17,7 @@ ROW_GROUP = 1 << 16
 class DataFusion:
     """DataFusion, from its own wheel."""
 
-    DAYS = "CAST({} AS INT)"
+    WORDS: ClassVar = {"days": "CAST({} AS INT)", "values_of": "array_agg(DISTINCT {})"}
 
     def __init__(self) -> None:
         from datafusion import SessionConfig, SessionContext
@@ -59,13 +59,13 @@ class DataFusion:
         return count
 
     def _sql(self, query: str) -> Any:
-        return self._context.sql(_translated(query, self.DAYS))
+        return self._context.sql(_translated(query, self.WORDS))
 
 
 class Spark:
     """The Spark session that there is, or a new one with this master."""
 
-    DAYS = "unix_date({})"
+    WORDS: ClassVar = {"days": "unix_date({})", "values_of": "collect_set({})"}
 
     def __init__(self, master: str) -> None:
         from pyspark.sql import SparkSession
@@ -101,11 +101,14 @@ class Spark:
         return int(self.session.read.parquet(str(folder.absolute())).count())
 
     def _sql(self, query: str) -> Any:
-        return self.session.sql(_translated(query, self.DAYS))
+        return self.session.sql(_translated(query, self.WORDS))
 
 
 Engine = DataFusion | Spark
 
 
-def _translated(query: str, days: str) -> str:
-    return re.sub(r"\bdays\((\w+)\)", lambda found: days.format(found[1]), query)
+def _translated(query: str, words: dict[str, str]) -> str:
+    """A query in the words of an engine: days since 1970, and the different values of a column."""
+    for word, expression in words.items():
+        query = re.sub(rf"\b{word}\((\w+)\)", lambda found, own=expression: own.format(found[1]), query)
+    return query

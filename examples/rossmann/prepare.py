@@ -50,17 +50,15 @@ def prepare(engine: Engine, data: Path, folder: Path, vocabulary: dict[str, list
     """
     read(engine, data)
     for name, query in steps().items():
-        if name == "joined":
-            engine.keep(name, query)
+        if name == "features":
             check_rows(engine)
-        elif name == "features":
             engine.keep(name, query)
         else:
             engine.view(name, query)
     words = vocabulary or vocabularies(engine)
     for column, values in words.items():
         engine.table(f"vocabulary_{column.lower()}", {"value": values, "position": list(range(len(values)))})
-    engine.view("encoded", encoding(words))
+    engine.keep("encoded", encoding(words))
 
     first, last = one(
         engine, "SELECT min(DayNumber) AS first, max(DayNumber) AS last FROM features WHERE Part = 'test'"
@@ -133,10 +131,8 @@ def check_rows(engine: Engine) -> None:
 
 def vocabularies(engine: Engine) -> dict[str, list[Any]]:
     """The sorted values of each category over train and test."""
-    return {
-        column: sorted(row["value"] for row in engine.rows(f"SELECT DISTINCT {column} AS value FROM features"))
-        for column in CATEGORICAL
-    }
+    columns = ", ".join(f"values_of({column}) AS {column}" for column in CATEGORICAL)
+    return {column: sorted(values) for column, values in engine.rows(f"SELECT {columns} FROM features")[0].items()}
 
 
 def encoding(vocabulary: dict[str, list[Any]]) -> str:

@@ -1,5 +1,5 @@
 -- Every step of the preparation, in the SQL that DataFusion and Spark share. A block is a name, what it is, and one
--- query; days(Date), the number of days since 1970, is the one expression that engines write differently.
+-- query; days(Date), the number of days since 1970, is what engines write differently.
 
 -- sold: train and test under one another, so that every step is written once
 SELECT 'train' AS Part, CAST(NULL AS INT) AS Id, Store, DayOfWeek, Date, Sales, Promo, StateHoliday, SchoolHoliday
