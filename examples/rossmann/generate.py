@@ -124,6 +124,11 @@ def _trends(random: np.random.Generator) -> np.ndarray:
     return np.stack([np.clip(np.round(_walk(random, TREND_WEEKS, 62, 5)), 0, 100) for _ in STATES])
 
 
+def _some(random: np.random.Generator, stores: int, count: int) -> np.ndarray:
+    """Which stores are such as ``count`` of the real ones are."""
+    return random.permutation(stores) < round(count / STORES * stores)
+
+
 def _shops(random: np.random.Generator, stores: int) -> dict[str, np.ndarray]:
     """One value for each store; what is not known to the files begins with an underscore."""
     shares = np.array([share for *_, share in STATES], float)
@@ -133,14 +138,14 @@ def _shops(random: np.random.Generator, stores: int) -> dict[str, np.ndarray]:
     distance = np.round(np.maximum(20, random.lognormal(7.7, 1.2, stores)), -1)
     year = np.clip(np.round(2015 - random.gamma(1.6, 2.6, stores)), 1990, 2015)
     month = np.where(year == 2015, random.integers(1, 8, stores), random.integers(1, 13, stores))
-    knows = random.random(stores) >= 354 / 1115
-    promo2 = random.random(stores) < 571 / 1115
+    knows = ~_some(random, stores, 354)
+    promo2 = _some(random, stores, 571)
     interval = random.choice(3, stores, p=[0.587, 0.228, 0.185])
     return {
         "state": state,
         "kind": kind,
         "assortment": assortment,
-        "distance": np.where(random.random(stores) < 3 / 1115, np.nan, distance),
+        "distance": np.where(_some(random, stores, 3), np.nan, distance),
         "competition_year": np.where(knows, year, np.nan),
         "competition_month": np.where(knows, month, np.nan),
         "promo2": promo2,
@@ -149,8 +154,8 @@ def _shops(random: np.random.Generator, stores: int) -> dict[str, np.ndarray]:
         "interval": np.where(promo2, interval, -1),
         "_level": random.normal(8.65, 0.28, stores) + np.array([0, 0.45, 0.02, -0.04])[kind] + 0.08 * (assortment == 2),
         "_promo": random.normal(0.30, 0.05, stores) + np.array([0.02, -0.18, 0.0, 0.06])[kind],
-        "_rebuilt": random.random(stores) < 180 / 1115,
-        "_in_test": random.random(stores) < 856 / 1115,
+        "_rebuilt": _some(random, stores, 180),
+        "_in_test": _some(random, stores, 856),
         "_sundays": (kind == 1) | (random.random(stores) < 0.008),
         "_growth": random.normal(0.04, 0.07, len(STATES))[state] + random.normal(0, 0.02, stores),
         "_summer": random.normal(0, 0.13, len(STATES))[state],

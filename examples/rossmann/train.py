@@ -187,7 +187,7 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
         start, sums, finite = time.perf_counter(), Sums(), True
         model.train()
         for step, batch in enumerate(mini_batches(rows, options.batch_size, options.seed, epoch, rank, size)):
-            _warm_up(optimizer, options, epoch + step / count, size)
+            _warm_up(optimizer, options, epoch + (step + 1) / count, size)
             finite = _step(model, optimizer, batch, sums)
             if not finite:
                 break
@@ -245,7 +245,7 @@ def _optimizer(model: Network, options: Options) -> torch.optim.Optimizer:
 
 def _warm_up(optimizer: torch.optim.Optimizer, options: Options, epochs: float, size: int) -> None:
     """The rate goes from one rank's to that of all ranks together."""
-    if epochs >= options.warmup_epochs:
+    if epochs > options.warmup_epochs:
         return
     for group in optimizer.param_groups:
         group["lr"] = options.learning_rate * (1 + (size - 1) * epochs / options.warmup_epochs)
