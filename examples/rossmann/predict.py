@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import deuteron
 import numpy as np
 import pyarrow.parquet as pq
 import torch
@@ -21,8 +22,6 @@ GROUP = ["Store", "DayOfWeek", "Promo"]
 
 def score(folder: str, checkpoint: bytes) -> tuple[np.ndarray, np.ndarray]:
     """What every rank calls: ids and sales of its share of the rows in ``folder``."""
-    import deuteron
-
     task = deuteron.context()
     rows = Rows.load(Path(folder), task.rank, task.size)
     return rows.ids, sales(checkpoint, rows)

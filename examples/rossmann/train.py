@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .data import Rows, in_order, mini_batches, steps
 from .prepare import Prepared
+from .tables import CATEGORICAL, CONTINUOUS
 
 EMBEDDING = 10
 # What Keras calls a kernel regularizer of 5e-5 adds twice that times the weight to its gradient.
@@ -146,8 +147,6 @@ class Sums:
 
 def network(prepared: Prepared, options: Options) -> Network:
     """A new one for this data."""
-    from .tables import CATEGORICAL, CONTINUOUS
-
     sizes = [len(prepared.vocabulary[column]) for column in CATEGORICAL]
     return Network(sizes, len(CONTINUOUS), prepared.max_sales, options)
 
