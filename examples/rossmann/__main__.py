@@ -28,7 +28,7 @@ from rossmann import generate, plot, predict
 from rossmann.data import Rows
 from rossmann.engines import DataFusion, Engine, Spark
 from rossmann.prepare import Prepared, prepare
-from rossmann.tables import BadInputError
+from rossmann.tables import BadInputError, headers
 from rossmann.train import Options, Trained, train
 
 #: Stores of the demo: a few minutes on two cores.
@@ -48,6 +48,8 @@ def pipeline(arguments: argparse.Namespace) -> None:
     """All parts, one after the other."""
     times: dict[str, float] = {}
     out: Path = arguments.out
+    if arguments.data is not None:
+        headers(arguments.data)
     out.mkdir(parents=True, exist_ok=True)
     engine, run = places(arguments.spark)
     with tempfile.TemporaryDirectory() as folder:

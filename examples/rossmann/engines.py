@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,6 +72,9 @@ class Spark:
     def __init__(self, master: str) -> None:
         from pyspark.sql import SparkSession
 
+        if master.startswith("local"):
+            # Its tasks run in this environment, not in that of the first python3 there is.
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         builder = SparkSession.builder.master(master).appName("rossmann")
         self.session = builder.config("spark.sql.shuffle.partitions", 16).getOrCreate()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,31 @@ def test_training_ends_when_nothing_improves(small: Prepared) -> None:
     assert len(trained.history) == 3
     assert "nothing has improved for 2 epochs" in trained.ended
     assert trained.best == 1
+
+
+def test_the_command_leaves_a_submission_pictures_and_a_summary(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(EXAMPLES / "rossmann"),
+        "--size",
+        "3",
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("features", "checkpoint.pt", "submission.csv"),
+        *("learning_curve.png", "learning_curve.svg", "predicted.png", "predicted.svg"),
+    }
+    for word in ("generate", "prepare", "train", "predict", "median of store, weekday, promo", "network, epoch 1"):
+        assert word in done.stdout
+    command[2:] = ["--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"rossmann: {tmp_path} has no train.csv, ")
 
 
 def without(path: Path, text: str, other: str) -> None:
