@@ -47,7 +47,8 @@ def main() -> None:
 def pipeline(arguments: argparse.Namespace) -> None:
     """All parts, one after the other."""
     times: dict[str, float] = {}
-    out: Path = arguments.out
+    # Ranks need not be in this folder.
+    out: Path = arguments.out.absolute()
     if arguments.data is not None:
         headers(arguments.data)
     out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def pipeline(arguments: argparse.Namespace) -> None:
         median = predict.baseline(out / "features")
         plot.learning_curve(out / "learning_curve", trained.history, median)
         plot.predicted_against_actual(out / "predicted", predicted, validation.sales)
-    summary(out, times, trained, median, rows)
+    summary(arguments.out, times, trained, median, rows)
 
 
 def places(spark: str | None) -> tuple[Engine, Callable[..., list[Any]]]:
@@ -106,7 +107,7 @@ def train_on(
 ) -> Trained:
     """Trains on so many ranks behind one bar."""
     with Progress() as progress:
-        arguments = (prepared, options, str(checkpoint.absolute()))
+        arguments = (prepared, options, str(checkpoint))
         trained: Trained = run(train, args=arguments, num_proc=num_proc, stdout=progress)[0]
     return trained
 
@@ -115,7 +116,7 @@ class Progress:
     """A stream for what ranks print: the lines of rank 0 that count steps move a bar, others are shown above it."""
 
     def __init__(self) -> None:
-        self.bar = tqdm(total=1, unit="step", desc="train", dynamic_ncols=True)
+        self.bar = tqdm(total=1, unit="step", desc="train", dynamic_ncols=True, disable=None)
         self.rest = ""
 
     def write(self, text: str) -> int:
@@ -136,6 +137,8 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.rest:
+            self.bar.write(self.rest)
         self.bar.close()
 
 
