@@ -108,12 +108,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(DataFusion(), folder / "data", folder / "features")
 
 
+def needs_spark(*modules: str) -> None:
+    """Skips where it is not installed."""
+    missing = [module for module in ("pyspark", *modules) if importlib.util.find_spec(module) is None]
+    if missing or shutil.which("java") is None:
+        pytest.skip(f"{', '.join(missing) or 'java'} is missing: pip install 'deuteron[spark]', and Java 17")
+
+
 def engine(name: str) -> Engine:
     """DataFusion, or Spark where it is installed."""
     if name == "datafusion":
         return DataFusion()
-    if importlib.util.find_spec("pyspark") is None or shutil.which("java") is None:
-        pytest.skip("pyspark or java is missing: pip install 'deuteron[spark]', and Java 17")
+    needs_spark()
     return Spark("local[1]")
 
 
@@ -297,10 +303,14 @@ def test_the_command_leaves_a_submission_pictures_and_a_summary(tmp_path: Path) 
     }
     for word in ("generate", "prepare", "train", "predict", "median of store, weekday, promo", "network, epoch 1"):
         assert word in done.stdout
-    command[2:] = ["--data", str(tmp_path)]
+
+
+def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "rossmann"), "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"rossmann: {tmp_path} has no train.csv, ")
+    assert not list(tmp_path.iterdir())
 
 
 def without(path: Path, text: str, other: str) -> None:
