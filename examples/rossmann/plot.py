@@ -24,7 +24,7 @@ def learning_curve(path: Path, history: list[Epoch], baseline: float) -> None:
     highest = max([baseline, *(epoch.val_exp_rmspe for epoch in history)])
     axes.set(xlabel="epoch", ylabel="exp_rmspe", ylim=(0, 1.3 * min(highest, 3 * baseline)), title="Learning curve")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower left")
     _save(figure, path)
 
 

@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,21 +156,16 @@ def one(engine: Engine, query: str) -> tuple[Any, ...]:
     return tuple(engine.rows(query)[0].values())
 
 
-class whole_folder:
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to write in that takes its name only when all is written; what had the name before is replaced."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        return self.partial
-
-    def __exit__(self, failure: object, *_: object) -> None:
-        if failure is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.partial.rename(self.folder)
-        else:
-            shutil.rmtree(self.partial, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
