@@ -27,6 +27,13 @@ JOINS = {
     "with_climate": "weather.csv and state_names.csv, by state and Date",
     "joined": "train.csv and test.csv themselves, by Store and Date",
 }
+#: Columns of the tables from texts, by type; what is not a number is null.
+READ = {
+    "STRING": "{}",
+    "INT": "CAST({} AS INT)",
+    "DATE": "CAST({} AS DATE)",
+    "DOUBLE": "nullif(CAST({} AS DOUBLE), CAST('NaN' AS DOUBLE))",
+}
 
 
 @dataclass
@@ -65,6 +72,8 @@ def prepare(engine: Engine, data: Path, folder: Path, vocabulary: dict[str, list
     first, last = one(
         engine, "SELECT min(DayNumber) AS first, max(DayNumber) AS last FROM features WHERE Part = 'test'"
     )
+    if first is None:
+        raise BadInputError("test.csv has no rows: there is nothing to predict")
     held_out = f"DayNumber >= {first - 365} AND DayNumber < {last - 365}"
     columns = ", ".join(["Date", *CATEGORICAL, *CONTINUOUS])
     parts = {
@@ -110,9 +119,7 @@ def read(engine: Engine, data: Path) -> None:
                     raise BadInputError(
                         f"{table}.csv: {value!r} in column {column} is not {WORDS[typed[column]]}: mend that row"
                     )
-        values = ", ".join(
-            column if type == "STRING" else f"CAST({column} AS {type}) AS {column}" for column, type in columns.items()
-        )
+        values = ", ".join(READ[type].format(column) + f" AS {column}" for column, type in columns.items())
         engine.view(table, f"SELECT {values} FROM {table}_csv")
 
 

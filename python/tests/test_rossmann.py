@@ -51,7 +51,7 @@ GOLDEN = {
     "store": """
         Store,StoreType,Assortment,CompetitionDistance,CompetitionOpenSinceMonth,CompetitionOpenSinceYear,Promo2,Promo2SinceWeek,Promo2SinceYear,PromoInterval
         1,c,a,1270,7,2014,1,27,2015,"Jan,Apr,Jul,Oct"
-        2,a,a,,,,0,,,""",
+        2,a,a,NaN,,,0,,,""",
     "store_states": """
         Store,State
         1,"HB,NI"
