@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import deuteron
 import pytest
 from deuteron.data import Loader
-from deuteron.errors import DataError, InvalidError, TaskFailedError
+from deuteron.errors import DataError, InvalidError, TaskFailedError, TimedOutError
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -355,6 +356,38 @@ def test_an_error_of_a_map_names_the_batch() -> None:
         list(deuteron.map_batches(_fails_at_30, numbered(100), num_proc=2, batch_size=10))
     with pytest.raises(TaskFailedError, match=r"process \d was killed by signal 9; it had batches .*3"):
         list(deuteron.map_batches(_dies_at_30, numbered(100), num_proc=2, batch_size=10))
+
+
+_kept: list[Any] = []
+
+
+def _keeps(batch: Any) -> Any:
+    _kept.append(batch)
+    return pyarrow.table({"total": [sum(sum(one["id"].to_pylist()) for one in _kept)]})
+
+
+def test_batches_that_are_kept_stay_as_they_are() -> None:
+    """Memory is written again only when nobody looks at it, on either side."""
+    results = list(deuteron.map_batches(_keeps, numbered(1000), num_proc=1, batch_size=10))
+    totals = [end * (end - 1) // 2 for end in range(10, 1001, 10)]
+    assert flat(batch["total"].to_pylist() for batch in results) == totals
+    same = list(deuteron.map_batches(lambda batch: batch, numbered(1000), num_proc=2, batch_size=10))
+    assert flat(batch["id"].to_pylist() for batch in same) == list(range(1000))
+
+
+def _sleeps(batch: Any) -> Any:
+    time.sleep(60)
+    return batch
+
+
+def test_a_map_can_be_given_a_limit() -> None:
+    with pytest.raises(TimedOutError, match=r"no batch has come back for 1 s: process 0 has batches 0 and 1"):
+        list(deuteron.map_batches(_sleeps, numbered(100), num_proc=1, batch_size=10, timeout=1))
+
+
+def test_a_map_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    list(deuteron.map_batches(_plus_one, numbered(100), num_proc=1, batch_size=10, progress=True))
+    assert "100/100" in capsys.readouterr().err
 
 
 def _of_this_task(partition: Any, factor: int) -> tuple[int, list[int]]:

@@ -6,19 +6,21 @@ import io
 import pickle
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from deuteron._worker import _describe, _main_module, _share_globals
 from deuteron.data import maps
+from deuteron.data._line import Line
 
 
 def main() -> int:
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    message = maps.receive(channel)
+    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    message = line.receive()
     if message is None:
         return 0
     try:
-        stream = io.BytesIO(maps.take_bytes(message.descriptor))
+        stream = io.BytesIO(message.content)
         described = pickle.load(stream)
         sys.path[:], sys.argv[:] = described["path"], described["argv"]
         module = _main_module(described)
@@ -26,20 +28,34 @@ def main() -> int:
         _share_globals(module, fn)
         more = () if setup is None else (setup(),)
     except BaseException as error:
-        maps.send(channel, maps.FAILURE, -1, maps.put_bytes(_describe(error).encode()))
+        line.send_bytes(maps.FAILURE, -1, _describe(error).encode())
         return 1
-    while (message := maps.receive(channel)) is not None:
-        try:
-            (batch,) = maps.take(message.descriptor)
-            results = _batches(fn(batch, *more))
-            answer = maps.RESULT, message.number, maps.put(results, results[0].schema)
-        except BaseException as error:
-            answer = maps.FAILURE, message.number, maps.put_bytes(_describe(error).encode())
-        try:
-            maps.send(channel, *answer)
-        except (BrokenPipeError, ConnectionResetError):
-            return 0
+    del message, stream
+    try:
+        while _answer(line, fn, more):
+            pass
+    except (BrokenPipeError, ConnectionResetError):
+        pass
     return 0
+
+
+def _answer(line: Line, fn: Callable[..., Any], more: tuple[Any, ...]) -> bool:
+    """Answers one message; whether there was one."""
+    message = line.receive()
+    if message is None:
+        return False
+    number = message.number
+    try:
+        (batch,) = message.batches()
+        del message
+        results = _batches(fn(batch, *more))
+        # Its memory goes back with the answer.
+        del batch
+    except BaseException as error:
+        line.send_bytes(maps.FAILURE, number, _describe(error).encode())
+    else:
+        line.send_batches(maps.RESULT, number, results)
+    return True
 
 
 def _batches(result: Any) -> list[Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
+
+from deuteron.errors import DataError
 
 
 class Partition:
@@ -61,34 +65,65 @@ class Partition:
 class Spool:
     """The file of a partition while it is written; it has no name, so that it cannot be left behind."""
 
-    def __init__(self, schema: Any, folder: str | None = None) -> None:
+    def __init__(self, folder: str | None = None) -> None:
         import pyarrow
 
+        self._folder = folder or tempfile.gettempdir()
         self._file = tempfile.TemporaryFile(prefix="deuteron-", dir=folder, buffering=0)  # noqa: SIM115
-        self._writer = pyarrow.ipc.new_file(self._file, schema)
+        # By its path: what pyarrow opens itself it writes without Python, and whole.
+        self._sink = pyarrow.OSFile(f"/proc/self/fd/{self.descriptor}", "wb")
+        self._writer: Any = None
 
-    def write(self, batch: Any) -> None:
-        self._writer.write_batch(batch)
-
-    def finish(self) -> None:
-        """All rows are there."""
-        self._writer.close()
+    @property
+    def descriptor(self) -> int:
+        """Who inherits it can open the file."""
+        return self._file.fileno()
 
     @property
     def path(self) -> str:
         """Where processes of this user find it, as long as this one lives and it is not closed."""
-        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def write(self, batch: Any) -> None:
+        self._begin(batch.schema)
+        self._writer.write_batch(batch)
+
+    def finish(self, schema: Any) -> None:
+        """All rows are there; the schema counts if there were none."""
+        self._begin(schema)
+        self._writer.close()
+        self._sink.close()
+
+    def _begin(self, schema: Any) -> None:
+        import pyarrow
+
+        if self._writer is None:
+            self._writer = pyarrow.ipc.new_file(self._sink, schema)
+
+    def explain(self, error: Exception, remedy: str) -> str:
+        """Why rows could not be written; ``remedy`` is for a full disk."""
+        where = f"{self._folder} on {os.uname().nodename}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            written = os.fstat(self.descriptor).st_size
+            return (
+                f"there is no space left for the rows of this rank in {where}, after {written} bytes: free some, or "
+                f"{remedy}"
+            )
+        return f"the rows of this rank cannot be written to {where}: {type(error).__name__}: {error}"
 
     def close(self) -> None:
+        self._writer = None
+        with contextlib.suppress(OSError):
+            self._sink.close()
         self._file.close()
 
 
-def deal(data: Any, shares: int, folder: str | None = None) -> list[Spool]:
+def deal(data: Any, shares: int) -> list[Spool]:
     """Deals the rows of a stream evenly to as many spools, each of which is whole."""
     import pyarrow
 
     reader = pyarrow.RecordBatchReader.from_stream(data)
-    spools = [Spool(reader.schema, folder) for _ in range(shares)]
+    spools = [Spool() for _ in range(shares)]
     try:
         next_one = 0
         for batch in reader:
@@ -98,13 +133,20 @@ def deal(data: Any, shares: int, folder: str | None = None) -> list[Spool]:
             for place in range(shares):
                 rows = least + (place < more)
                 if rows:
-                    spools[(next_one + place) % shares].write(batch.slice(start, rows))
+                    _write(spools[(next_one + place) % shares], batch.slice(start, rows))
                 start += rows
             next_one = (next_one + more) % shares
         for spool in spools:
-            spool.finish()
+            spool.finish(reader.schema)
     except BaseException:
         for spool in spools:
             spool.close()
         raise
     return spools
+
+
+def _write(spool: Spool, batch: Any) -> None:
+    try:
+        spool.write(batch)
+    except OSError as error:
+        raise DataError(spool.explain(error, "name a larger folder with TMPDIR")) from error
