@@ -433,6 +433,13 @@ def test_what_can_never_be_is_refused_at_once(session: Any) -> None:
         deuteron.spark.barrier([1, 2])
 
 
+def test_what_is_misspelt_or_missing_is_named(session: Any) -> None:
+    with pytest.raises(TypeError, match=r"map_partitions\(\) got an unexpected keyword argument 'verbos'"):
+        deuteron.spark.barrier(session.range(4), 2).map_partitions(len, verbos=0)
+    with pytest.raises(LaunchError, match="there is no executable 'no-such-python' on"):
+        deuteron.spark.run(int, num_proc=2, executable="no-such-python", verbose=0)
+
+
 def test_executors_that_do_not_come_are_waited_for(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # A mock: how long executors are on their way is up to a cluster manager.
     monkeypatch.setattr("deuteron.spark._session.Cluster.slots", lambda cluster: 1)

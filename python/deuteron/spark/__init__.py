@@ -156,6 +156,8 @@ class Barrier:
         show_failures = bool(options.get("restarts"))
         if not callable(fn):
             raise InvalidError(f"fn is a {type(fn).__name__}, which cannot be called")
+        if unknown := options.keys() - _gang.Options.__dataclass_fields__.keys():
+            raise TypeError(f"map_partitions() got an unexpected keyword argument {min(unknown)!r}")
         work = _gang.Work(
             name=getattr(fn, "__name__", type(fn).__name__),
             payload=lambda: _payload(

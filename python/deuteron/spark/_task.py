@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -101,6 +102,8 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
         environment.update(spool.environment)
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     environment["DEUTERON_SPARK_PYTHON"] = plan.executable or sys.executable
+    if plan.executable and shutil.which(plan.executable, path=environment.get("PATH")) is None:
+        _refuse(f"there is no executable {plan.executable!r} on {os.uname().nodename}: install it, or name another")
     environment["DEUTERON_SPARK_START"] = _START
     if plan.echo:
         environment["DEUTERON_AGENT_ECHO"] = "1"
