@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,15 @@ PACKAGE = Path(deuteron.__file__).resolve().parents[1]
 
 class RankError(AssertionError):
     """A rank has raised."""
+
+
+def until(found: Callable[[], Any], seconds: float = 20) -> Any:
+    """What is found, as soon as it is."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.02)
+    return value
 
 
 def on_ranks(

@@ -21,21 +21,13 @@ from typing import Any
 import deuteron
 import pytest
 from deuteron.errors import Error, InvalidError, LaunchError, RemoteTraceback, TaskFailedError, TimedOutError
+from ranks import until
 
 pytestmark = pytest.mark.timeout(60)
 
 HOST = os.uname().nodename
 #: A rank that has been killed is named within a second; this machine may be busy.
 SOON = 3.0
-
-
-def until(found: Callable[[], Any], seconds: float = 20) -> Any:
-    """What is found, as soon as it is."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 class Marked:

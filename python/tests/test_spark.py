@@ -16,13 +16,14 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deuteron
 import pytest
 from deuteron.errors import InvalidError, LaunchError, TaskFailedError
+from ranks import until
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("pyspark")
@@ -76,15 +77,6 @@ def marked(mark: str, *words: str) -> list[int]:
             if f"DEUTERON_TEST_MARK={mark}".encode() in inherited and all(word.encode() in line for word in words):
                 found.append(int(entry.name))
     return found
-
-
-def until(found: Callable[[], Any], seconds: float = 20) -> Any:
-    """What is found, as soon as it is."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 def free_port() -> int:

@@ -215,11 +215,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The end of its standard input ends it.
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+        _end(self._process)
 
 
 class Agent:
@@ -260,10 +256,15 @@ class Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+        _end(self._process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a child by the end of its standard input, and waits for it."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.wait()
 
 
 def _relay(stream: IO[bytes], last: deque[bytes]) -> None:
