@@ -358,6 +358,20 @@ def test_an_error_of_a_map_names_the_batch() -> None:
         list(deuteron.map_batches(_dies_at_30, numbered(100), num_proc=2, batch_size=10))
 
 
+def _renames_at_30(batch: Any) -> Any:
+    return batch.rename_columns(["other"]) if 30 in batch["id"].to_pylist() else batch
+
+
+def test_a_map_that_cannot_be_set_up_or_changes_its_columns_says_so() -> None:
+    def fails() -> None:
+        raise OSError("no model here")
+
+    with pytest.raises(TaskFailedError, match="process 0 could not be set up: OSError: no model here"):
+        list(deuteron.map_batches(_scaled, numbered(100), num_proc=1, batch_size=10, setup=fails))
+    with pytest.raises(DataError, match="other columns for batch 3 than before: other: int64; not id: int64"):
+        list(deuteron.map_batches(_renames_at_30, numbered(100).select(["id"]), num_proc=2, batch_size=10))
+
+
 _kept: list[Any] = []
 
 

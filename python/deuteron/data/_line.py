@@ -110,10 +110,12 @@ class Line:
 
     def receive(self) -> Message | None:
         """Waits for a message; ``None`` if the other side is gone."""
+        most = _HEADER.size + _BACK * _PLACE.size
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._end, _HEADER.size + _BACK * _PLACE.size, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._end, most, 1)
         except ConnectionResetError:
-            return None
+            # Told once, to whoever had sent what nobody read; what the other has sent is still there.
+            data, descriptors, _, _ = socket.recv_fds(self._end, most, 1)
         if len(data) < _HEADER.size:
             return None
         kind, number, place, size = _HEADER.unpack_from(data)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from deuteron.data._line import Line
-from deuteron.errors import InvalidError, TaskFailedError, TimedOutError
+from deuteron.errors import DataError, InvalidError, TaskFailedError, TimedOutError
 
 FUNCTION, BATCH, RESULT, FAILURE = b"f", b"b", b"r", b"e"
 #: Batches that a process has: the one that it works on, and the next.
@@ -42,8 +42,8 @@ def map_batches(
     bar (needs tqdm); if not said, on a terminal that has one.
 
     If ``fn`` raises, or a process ends, ``TaskFailedError`` says at which batch, with the traceback. If nothing comes
-    back for ``timeout`` seconds, ``TimedOutError`` names the batches. Iterate over the result, or give it to whatever
-    takes an Arrow stream: once.
+    back for ``timeout`` seconds, ``TimedOutError`` names the batches. All results have one schema, or ``DataError``
+    says which has not. Iterate over the result, or give it to whatever takes an Arrow stream: once.
     """
     from deuteron.launch import _payload
 
@@ -117,7 +117,9 @@ class _Mapper:
         try:
             self.line.send_batches(BATCH, number, [batch])
         except (BrokenPipeError, ConnectionResetError):
-            raise self._lost() from None
+            # What it said before it ended comes first.
+            while True:
+                self.take()
 
     def take(self) -> tuple[int, list[Any]]:
         """The number of a batch, and its results."""
@@ -155,11 +157,12 @@ def _mapped(
 ) -> Iterator[Any]:
     parts = enumerate(_parts(data, batch_size))
     mappers: list[_Mapper] = []
-    #: What has come and not been taken, and how many rows the batches had that have not.
+    # What has come and not been taken, and how many rows the batches had that have not.
     done: dict[int, list[Any]] = {}
     rows: dict[int, int] = {}
     given = taken = 0
     more = True
+    schema = None
     with selectors.DefaultSelector() as selector:
         try:
             while more or taken < given:
@@ -183,7 +186,11 @@ def _mapped(
                 while taken in done:
                     if bar is not None:
                         bar.update(rows.pop(taken))
-                    yield from done.pop(taken)
+                    for result in done.pop(taken):
+                        schema = schema or result.schema
+                        if result.schema != schema:
+                            raise _different(taken, schema, result.schema)
+                        yield result
                     taken += 1
         finally:
             if bar is not None:
@@ -195,6 +202,14 @@ def _mapped(
 def _failed(rank: int, number: int, traceback: str) -> TaskFailedError:
     where = f"batch {number} failed in process {rank}" if number >= 0 else f"process {rank} could not be set up"
     return TaskFailedError(where, rank, os.uname().nodename, 0, "failed", traceback)
+
+
+def _different(number: int, first: Any, other: Any) -> DataError:
+    columns = [", ".join(f"{field.name}: {field.type}" for field in schema) for schema in (first, other)]
+    return DataError(
+        f"the function returned other columns for batch {number} than before: {columns[1]}; not {columns[0]}: name "
+        "their types"
+    )
 
 
 def _late(mappers: list[_Mapper], timeout: float | None) -> TimedOutError:
