@@ -24,5 +24,4 @@ pub use error::{Error, Result};
 pub use filter::{Filter, Operator, Value};
 pub use layout::{Column, DType, Fill, Layout, Request};
 pub use loader::{Batch, Batches, Dataset, Options, Tensor};
-pub use memory::Buffer;
 pub use source::{Source, files};

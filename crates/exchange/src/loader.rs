@@ -4,15 +4,18 @@
 //! first, of which rows are drawn.
 
 use crate::{
-    Buffer, DType, Error, Filter, Layout, Request, Result, Source,
+    DType, Error, Filter, Layout, Request, Result, Source,
     deal::{Dealt, Work, deal},
-    memory::{Pool, ask_for},
+    memory::{Buffer, Pool, ask_for},
     plan::{Order, Plan, Share, Shuffle},
     source::{Format, Parquet, Sequence},
     spool::{Folder, Spool, part},
 };
 use arrow_schema::Schema;
-use std::{path::PathBuf, sync::Arc, thread::available_parallelism, time::Instant};
+use std::{
+    ops::Range, path::PathBuf, ptr::NonNull, sync::Arc, thread::available_parallelism,
+    time::Instant,
+};
 
 /// Parts of a unit that a thread reads ahead.
 const AHEAD: usize = 2;
@@ -379,20 +382,21 @@ pub struct Batch {
 
 impl Batch {
     /// Its columns, in the order of the layout.
-    pub fn tensors(&self) -> impl Iterator<Item = Tensor> {
-        self.layout.columns().iter().zip(self.places.iter()).map(|(column, &offset)| {
-            let shape = [&[self.rows], column.shape()].concat();
-            Tensor { buffer: Arc::clone(&self.buffer), offset, dtype: column.dtype(), shape }
+    pub fn into_tensors(self) -> impl Iterator<Item = Tensor> {
+        let Self { layout, places, buffer, rows } = self;
+        (0..places.len()).map(move |index| {
+            let (column, start) = (&layout.columns()[index], places[index]);
+            let shape = [&[rows], column.shape()].concat();
+            let end = start + column.dtype().size() * shape.iter().product::<usize>();
+            Tensor { buffer: Arc::clone(&buffer), place: start..end, dtype: column.dtype(), shape }
         })
     }
 }
 
-/// A column of a mini-batch: one stretch of memory, in the order of the rows, that nobody else looks at.
+/// A column of a mini-batch: one stretch of memory, in the order of the rows, that belongs to it alone.
 pub struct Tensor {
-    /// Whose memory it is.
-    pub buffer: Arc<Buffer>,
-    /// Where it begins there.
-    pub offset: usize,
+    buffer: Arc<Buffer>,
+    place: Range<usize>,
     /// Of its elements.
     pub dtype: DType,
     /// Rows first.
@@ -402,7 +406,11 @@ pub struct Tensor {
 impl Tensor {
     /// Its elements.
     pub fn bytes(&self) -> &[u8] {
-        let bytes = self.dtype.size() * self.shape.iter().product::<usize>();
-        &self.buffer.bytes()[self.offset..self.offset + bytes]
+        self.buffer.bytes(&self.place)
+    }
+
+    /// Where its elements lie. Whoever keeps the tensor may write there, and sees to it that nobody else looks meanwhile.
+    pub fn pointer(&self) -> NonNull<[u8]> {
+        self.buffer.pointer(&self.place)
     }
 }

@@ -1,12 +1,12 @@
 //! Memory of mini-batches, aligned and used again, and files as memory.
-#![expect(unsafe_code, reason = "lines are bytes, and a file is mapped")]
+#![expect(unsafe_code, reason = "lines are bytes, parts of them have owners, and a file is mapped")]
 
 use crate::{Error, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use std::{
     fs::File,
-    mem::take,
-    ptr::{null_mut, slice_from_raw_parts, slice_from_raw_parts_mut},
+    ops::Range,
+    ptr::{NonNull, null_mut, slice_from_raw_parts, slice_from_raw_parts_mut},
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -18,32 +18,48 @@ pub(crate) const LINE: usize = 64;
 struct Line([u8; LINE]);
 
 /// Bytes that begin at a multiple of 64. When nobody needs them any more, the next mini-batch gets them.
-pub struct Buffer {
-    lines: Vec<Line>,
+///
+/// It keeps a pointer and no slice: whoever is given a part of it may write there while others have theirs.
+pub(crate) struct Buffer {
+    start: NonNull<Line>,
+    lines: usize,
     pool: Arc<Pool>,
 }
 
+// SAFETY: it owns its memory as a box does.
+unsafe impl Send for Buffer {}
+// SAFETY: as above, and through a shared one nothing is written here.
+unsafe impl Sync for Buffer {}
+
 impl Buffer {
-    /// All of it.
-    pub fn bytes(&self) -> &[u8] {
-        let bytes = slice_from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * LINE);
-        // SAFETY: a line is 64 bytes without padding, and lines follow each other.
-        unsafe { &*bytes }
+    /// A part of it, to be read or written as long as the buffer is there.
+    pub(crate) fn pointer(&self, place: &Range<usize>) -> NonNull<[u8]> {
+        assert!(place.start <= place.end && place.end <= self.lines * LINE);
+        // SAFETY: it was just checked that it lies within.
+        let start = unsafe { self.start.cast::<u8>().add(place.start) };
+        NonNull::slice_from_raw_parts(start, place.len())
+    }
+
+    pub(crate) fn bytes(&self, place: &Range<usize>) -> &[u8] {
+        // SAFETY: a line is 64 bytes without padding, and lines follow each other. Whoever writes through a pointer sees to
+        // it that nobody looks at the same part meanwhile.
+        unsafe { self.pointer(place).as_ref() }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        let bytes =
-            slice_from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * LINE);
         // SAFETY: as above, and it is borrowed for as long.
-        unsafe { &mut *bytes }
+        unsafe { self.pointer(&(0..self.lines * LINE)).as_mut() }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
+        let lines = slice_from_raw_parts_mut(self.start.as_ptr(), self.lines);
+        // SAFETY: it was such a box, and nobody has a part of it any more.
+        let lines = unsafe { Box::from_raw(lines) };
         let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < self.pool.most {
-            free.push(take(&mut self.lines));
+            free.push(lines);
         }
     }
 }
@@ -62,7 +78,7 @@ pub(crate) fn ask_for(bytes: &[u8]) {
 
 /// Memory that was a mini-batch and will be one again: pages that the system need not clear once more.
 pub(crate) struct Pool {
-    free: Mutex<Vec<Vec<Line>>>,
+    free: Mutex<Vec<Box<[Line]>>>,
     most: usize,
 }
 
@@ -74,10 +90,15 @@ impl Pool {
 
     /// At least so many bytes, with any content.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Buffer {
-        let mut lines =
-            self.free.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
-        lines.resize(bytes.div_ceil(LINE), Line([0; LINE]));
-        Buffer { lines, pool: Arc::clone(self) }
+        let wanted = bytes.div_ceil(LINE);
+        let used = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let lines = used.filter(|lines| lines.len() == wanted);
+        let lines = lines.unwrap_or_else(|| vec![Line([0; LINE]); wanted].into());
+        Buffer {
+            start: NonNull::from(Box::leak(lines)).cast(),
+            lines: wanted,
+            pool: Arc::clone(self),
+        }
     }
 }
 
@@ -132,10 +153,10 @@ mod tests {
     #[test]
     fn memory_is_aligned_and_used_again() {
         let pool = Pool::new(1);
-        let buffer = pool.take(100);
-        let address = buffer.bytes().as_ptr();
-        assert!(buffer.bytes().len() >= 100 && (address as usize).is_multiple_of(LINE));
+        let mut buffer = pool.take(100);
+        let address = buffer.bytes_mut().as_ptr();
+        assert!(buffer.bytes_mut().len() >= 100 && (address as usize).is_multiple_of(LINE));
         drop(buffer);
-        assert_eq!(pool.take(100).bytes().as_ptr(), address);
+        assert_eq!(pool.take(100).bytes_mut().as_ptr(), address);
     }
 }

@@ -125,7 +125,7 @@ fn what_is_seen_is_what_the_plan_says() {
                     (step * 4..share.count()).map(|position| share.row(position) as i64).collect();
                 let mut seen = Vec::new();
                 for batch in dataset.epoch(5, step).unwrap() {
-                    let tensors: Vec<Tensor> = batch.unwrap().tensors().collect();
+                    let tensors: Vec<Tensor> = batch.unwrap().into_tensors().collect();
                     let ids = longs(&tensors[1]);
                     assert_eq!(ids.len(), 4);
                     assert!(
@@ -164,7 +164,7 @@ fn filters_leave_out_rows_and_row_groups() {
         let mut seen: Vec<i64> = dataset
             .epoch(0, 0)
             .unwrap()
-            .flat_map(|batch| longs(&batch.unwrap().tensors().nth(1).unwrap()))
+            .flat_map(|batch| longs(&batch.unwrap().into_tensors().nth(1).unwrap()))
             .collect();
         seen.sort_unstable();
         assert_eq!(seen.len(), 100);
@@ -207,7 +207,7 @@ fn every_type_becomes_a_tensor() {
     assert_eq!(about[2].unit(), Some("us"));
     assert_eq!(about[3].categories().unwrap(), ["a", "b", "c"]);
     let batch = dataset.epoch(0, 0).unwrap().next().unwrap().unwrap();
-    let tensors: Vec<Tensor> = batch.tensors().collect();
+    let tensors: Vec<Tensor> = batch.into_tensors().collect();
     assert_eq!(tensors[0].bytes(), [1, 0, 0, 1]);
     assert_eq!(longs(&tensors[1]), [0, -1, 2, 3]);
     assert_eq!(longs(&tensors[2]), [7, 8, 9, 10]);
@@ -237,7 +237,7 @@ fn categories_have_the_same_numbers_on_every_rank() {
             let batch = dataset.epoch(0, 0).unwrap().next().unwrap().unwrap();
             if shuffle == Shuffle::None {
                 let expected = [[3, 2, 3, 2], [3, 1, 0, 1]][rank as usize];
-                assert_eq!(longs(&batch.tensors().next().unwrap()), expected);
+                assert_eq!(longs(&batch.into_tensors().next().unwrap()), expected);
             }
         }
     }
@@ -324,7 +324,7 @@ fn csv_and_arrow_files_are_read() {
         let dataset =
             Dataset::open(paths(&[path]), Options { columns, ..options(Shuffle::None) }).unwrap();
         let batch = dataset.epoch(0, 0).unwrap().next().unwrap().unwrap();
-        assert_eq!(longs(&batch.tensors().next().unwrap()), [0, 1, 2, 3]);
+        assert_eq!(longs(&batch.into_tensors().next().unwrap()), [0, 1, 2, 3]);
     }
     fs::write(&csv, "id\n1\n2\nthree\n").unwrap();
     let message = error(

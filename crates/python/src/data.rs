@@ -7,7 +7,7 @@ use crate::{
 };
 use arrow_array::ffi_stream::{FFI_ArrowArrayStream, RecordBatchStreamReader};
 use deuteron_exchange::{
-    self as room, Buffer, DType, Fill, Filter, Operator, Options, Request, Source, Value,
+    self as room, DType, Fill, Filter, Operator, Options, Request, Source, Value,
     plan::{Order, Rest, Shuffle},
 };
 use pyo3::{ffi, prelude::*, types::PyCapsule};
@@ -223,12 +223,12 @@ impl Batches {
     /// The columns of the next mini-batch as DLPack capsules; nothing after the last.
     fn capsules<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyCapsule>>>> {
         let Some(batch) = self.wait(py)? else { return Ok(None) };
-        batch.tensors().map(|tensor| capsule(py, tensor)).collect::<PyResult<_>>().map(Some)
+        batch.into_tensors().map(|tensor| capsule(py, tensor)).collect::<PyResult<_>>().map(Some)
     }
 
     /// The columns of the next mini-batch as buffers of bytes; nothing after the last.
     fn buffers(&self, py: Python<'_>) -> PyResult<Option<Vec<Bytes>>> {
-        Ok(self.wait(py)?.map(|batch| batch.tensors().map(Bytes).collect()))
+        Ok(self.wait(py)?.map(|batch| batch.into_tensors().map(Bytes).collect()))
     }
 }
 
@@ -239,7 +239,7 @@ pub(crate) struct Bytes(room::Tensor);
 #[pymethods]
 impl Bytes {
     fn __len__(&self) -> usize {
-        self.0.bytes().len()
+        self.0.pointer().len()
     }
 
     /// # Safety
@@ -249,8 +249,8 @@ impl Bytes {
         view: *mut ffi::Py_buffer,
         flags: c_int,
     ) -> PyResult<()> {
-        let bytes = slf.get().0.bytes();
-        let (start, length) = (bytes.as_ptr() as *mut _, bytes.len() as ffi::Py_ssize_t);
+        let bytes = slf.get().0.pointer();
+        let (start, length) = (bytes.cast().as_ptr(), bytes.len() as ffi::Py_ssize_t);
         // SAFETY: the memory belongs to the object, which the view holds, and the native side does not look at it again.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, length, 0, flags) };
         if filled < 0 { Err(PyErr::fetch(slf.py())) } else { Ok(()) }
@@ -279,7 +279,7 @@ struct Managed {
     /// What the structure points to; behind it, so that others do not see it.
     shape: Vec<i64>,
     strides: Vec<i64>,
-    _buffer: Arc<Buffer>,
+    _tensor: room::Tensor,
 }
 
 /// # Safety
@@ -308,7 +308,7 @@ fn capsule(py: Python<'_>, tensor: room::Tensor) -> PyResult<Bound<'_, PyCapsule
         DType::F16 | DType::F32 | DType::F64 => (2, tensor.dtype.size() * 8),
         DType::Bool => (6, 8),
     };
-    let data = tensor.bytes().as_ptr() as *mut c_void;
+    let data = tensor.pointer().cast().as_ptr();
     let shape: Vec<i64> = tensor.shape.iter().map(|&size| size as i64).collect();
     let mut strides = vec![1; shape.len()];
     for index in (1..shape.len()).rev() {
@@ -330,7 +330,7 @@ fn capsule(py: Python<'_>, tensor: room::Tensor) -> PyResult<Bound<'_, PyCapsule
         release: Some(release),
         shape,
         strides,
-        _buffer: tensor.buffer,
+        _tensor: tensor,
     });
     managed.tensor.shape = managed.shape.as_mut_ptr();
     managed.tensor.strides = managed.strides.as_mut_ptr();
