@@ -314,6 +314,7 @@ class Comparison:
 
 TRAINING_TITLE = "PyTorch, one host, 2 ranks"
 SPARK_TITLE = "Spark, 2 ranks in a warm session"
+DATA_TITLE = "Data, one process"
 STORY_HEADINGS = ("ours", "theirs", "compared", "to reach", "")
 STEPS = {
     "step": ("overhead of a step of an MLP with 10 M parameters", 1 / 4),
@@ -417,9 +418,60 @@ def spark(run: Run) -> list[Comparison]:
     return lines
 
 
+# The peers whose rows are mixed as ours are.
+MIXED_LIKE = {"full": "take by permutation", "buffer": "iter_batches"}
+# What the threads of a loader hold beyond what it may keep, and the C library with them.
+BESIDE = 64 * MIB
+
+
+def data(run: Run) -> list[Comparison]:
+    """Every target of rows on their way, from this run."""
+    known, sizes = _known(run, "data")
+    lines = []
+    for form in ("columns", "matrices"):
+        if form not in known:
+            continue
+        epochs, rows = known[form], sizes[form]
+
+        def speed(time: float, rows: int = rows) -> str:
+            return f"{rows / time * 1e3:.3g} million rows/s"
+
+        for shuffle, like in MIXED_LIKE.items():
+            ours = epochs[f"deuteron, {shuffle}"]
+            what = f"Parquet to mini-batches of {form}, shuffle {shuffle}"
+            peers = {who: times for who, times in epochs.items() if who.startswith(like)}
+            best = min(peers, key=lambda who: median(peers[who]))
+            # In each repetition the fastest of theirs.
+            fastest = [min(times) for times in zip(*peers.values(), strict=True)]
+            for who, theirs, bound in (
+                (best, fastest, 1.5),
+                ("row-indexed Dataset", epochs["row-indexed Dataset"], 20),
+            ):
+                ratio = median(its / own for own, its in zip(ours, theirs, strict=True))
+                row = what, _spread(ours, speed), f"{who}: {_spread(theirs, speed)}", f"{ratio:.2f} x faster"
+                lines.append(Comparison(*row, f"{bound:g} x faster", ratio >= bound))
+    if "memory" in known:
+        of_all = sizes["memory"]
+        for shuffle in MIXED_LIKE:
+            epochs = {who: needs for who, needs in known["memory"].items() if who.startswith(shuffle)}
+            most = [max(needs) for needs in zip(*epochs.values(), strict=True)]
+            first, *_, last = epochs.values()
+            grown = median(end - start for start, end in zip(first, last, strict=True))
+            what = f"memory of a loader over {len(epochs)} epochs, shuffle {shuffle}"
+            beside = f"rows: {size(of_all)}, of which a tenth may be kept"
+            compared = f"from the first to the last epoch {'+' if grown >= 0 else '-'}{size(int(abs(grown)))}"
+            bound = of_all // 10 + BESIDE
+            to_reach = f"{size(bound)}, and no more than 5 % growth"
+            flat = grown <= 0.05 * median(first)
+            row = what, _spread(most, lambda needs: size(int(needs))), beside, compared, to_reach
+            lines.append(Comparison(*row, median(most) <= bound and flat))
+    return lines
+
+
 def _stories(run: Run) -> list[tuple[str, list[Comparison]]]:
     """Comparisons that are there, with their titles."""
-    return [(title, found) for title, found in ((TRAINING_TITLE, training(run)), (SPARK_TITLE, spark(run))) if found]
+    stories = ((TRAINING_TITLE, training(run)), (SPARK_TITLE, spark(run)), (DATA_TITLE, data(run)))
+    return [(title, found) for title, found in stories if found]
 
 
 CONTESTANT_HEADINGS = ("what", "who", "time", "lowest to highest")
@@ -427,7 +479,7 @@ CONTESTANT_HEADINGS = ("what", "who", "time", "lowest to highest")
 
 def _contestants(run: Run, title: str) -> list[list[str]]:
     """The times behind comparisons."""
-    case = "training" if title == TRAINING_TITLE else "spark"
+    case = {TRAINING_TITLE: "training", SPARK_TITLE: "spark", DATA_TITLE: "data"}[title]
     return [
         [figure.type, figure.contestant, duration(figure.time), _range(figure)]
         for figure in run.figures
@@ -503,6 +555,16 @@ How it is measured:
   (`repartition(2)` for Spark); each byte is looked at, by us in the ranks and by Spark's `mapInArrow` in its own
   workers. The first epoch is from the call in the driver to a rank's last row, the second reads the same rows in the
   same rank again; its time is not part of ours.
+- Data: one Parquet file with the 37 columns of Rossmann, prepared, and as many different values in each; eight row
+  groups to a million rows, because workers of `DataLoader` share groups. An epoch is everything from opening the file
+  to the last of its mini-batches of 1,024 rows, each of which is either one tensor for each column or two matrices
+  and the sales. Where we mix all rows, the peers are those who do (`take` by permutation: by PyTorch 65,536 rows at a
+  time, in this process or in two workers, or all rows at once, and by pyarrow a mini-batch at a time); where we mix
+  the rows of a buffer of 65,536, it is `iter_batches` with the same buffer, here or in two workers. In each
+  repetition we are compared with the fastest of them. A row-indexed `Dataset` is opened, and the time of 20,000 rows
+  is taken for that of as many as there are. Memory is what no file backs (`RssAnon` and `RssShmem`) beyond what there
+  was before the loader was made, at most, by epoch, of a process that loads ten times more than it may keep, three
+  times.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over

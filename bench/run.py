@@ -78,7 +78,11 @@ CASES = {
 TRAINING = "training"
 # Not ranks alone but a cluster that starts them: the same.
 SPARK = "spark"
-DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine", TRAINING, SPARK]
+# Not ranks at all but rows on their way: programs, called with OUT FOLDER REPETITIONS and a number, which is less with
+# --quick.
+DATA = "data"
+DATA_PROGRAMS = {"data.py": (1_000_000, 50_000)}
+DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine", TRAINING, SPARK, DATA]
 
 
 @dataclass(frozen=True)
@@ -283,6 +287,22 @@ def start_on_spark(programs: Programs, options: argparse.Namespace) -> list[repo
     return [report.Figure(SPARK, who, what, size, times) for what, who, size, times in told]
 
 
+def move_rows(programs: Programs, options: argparse.Namespace) -> list[report.Figure]:
+    """All repetitions of every program that measures how rows move."""
+    figures = []
+    for program, (many, few) in DATA_PROGRAMS.items():
+        began = time.monotonic()
+        out, folder = programs.folder / f"{program}.times", programs.folder / f"{program}.files"
+        words = [str(options.repetitions), str(few if options.quick else many)]
+        argv = [sys.executable, str(HERE / program), str(out), str(folder), *words]
+        hosts.run_together([Command(argv, {"TMPDIR": str(programs.folder)})], 5 * options.limit)
+        told = [json.loads(line) for line in out.read_text().splitlines()]
+        figures += [report.Figure(DATA, who, what, size, times) for what, who, size, times in told]
+        done = f"{DATA}: {program} {options.repetitions} repetitions {time.monotonic() - began:.1f} s"
+        print(done, file=sys.stderr, flush=True)
+    return figures
+
+
 def version(command: list[str]) -> str:
     """The first number in what a program says about itself."""
     try:
@@ -309,6 +329,8 @@ def machine_facts(options: argparse.Namespace) -> dict[str, str]:
         facts["Open MPI"] = version(["mpirun", "--version"])
     if SPARK in options.cases:
         facts["Spark"] = importlib.metadata.version("pyspark")
+    if DATA in options.cases:
+        facts["pyarrow"] = importlib.metadata.version("pyarrow")
     if not options.worker:
         facts["rustc"] = version(["rustc", "--version"])
     if any(is_on_two_hosts(name) for name in options.cases):
@@ -351,6 +373,9 @@ def leave_out_what_is_missing(options: argparse.Namespace) -> None:
     if SPARK in options.cases and (needed or not has_java):
         missing.append(f"{', '.join(needed) or 'java'}, for Spark")
         options.cases.remove(SPARK)
+    if DATA in options.cases and (needed := [name for name in needed if name != "pyspark"]):
+        missing.append(f"{', '.join(needed)}, for data")
+        options.cases.remove(DATA)
     for thing in missing:
         if os.environ.get("CI") == "true":
             raise Failed(f"missing: {thing} (with CI=true that is a failure)")
@@ -389,7 +414,7 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute; writes nothing unless --out is given")
-    parser.add_argument("--cases", default=DEFAULT_CASES, **listed([*CASES, TRAINING, SPARK]))  # type: ignore[arg-type]
+    parser.add_argument("--cases", default=DEFAULT_CASES, **listed([*CASES, TRAINING, SPARK, DATA]))  # type: ignore[arg-type]
     parser.add_argument("--only", default=everyone, **listed([*everyone, "ours"]))  # type: ignore[arg-type]
     parser.add_argument("--types", default=["f32", "bf16"], **listed(["f32", "bf16"]))  # type: ignore[arg-type]
     parser.add_argument("--sizes", nargs="+", type=size_of, metavar="BYTES", help="such as 4 64K 16M")
@@ -425,6 +450,8 @@ def main() -> None:
                     figures += train(programs, options)
                 elif name == SPARK:
                     figures += start_on_spark(programs, options)
+                elif name == DATA:
+                    figures += move_rows(programs, options)
                 else:
                     figures += measure(name, CASES[name], programs, options)
         run = report.Run(machine_facts(options), figures)

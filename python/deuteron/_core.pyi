@@ -252,10 +252,12 @@ class Dataset:
                 Sequence[str] | None,
             ]
         ],
+        groups: Sequence[tuple[str, Sequence[str]]],
         filters: Sequence[tuple[str, str, Sequence[bool | int | float | str]]],
         refuse_nan: bool,
         prefetch: int,
         threads: int | None,
+        memory: int,
         spool: str | None,
     ) -> Dataset: ...
     @property
@@ -265,6 +267,9 @@ class Dataset:
     @property
     def columns(self) -> list[tuple[str, str, list[int], str | None, list[str] | None]]:
         """Name, type, shape, unit and categories of each."""
+    @property
+    def tensors(self) -> list[tuple[str, str, list[int]]]:
+        """Name, type and shape of each tensor of a mini-batch."""
     def epoch(self, epoch: int, step: int) -> Batches:
         """The mini-batches of an epoch, from a step on."""
 
@@ -273,13 +278,13 @@ class Batches:
     """The mini-batches of an epoch, made by threads in the background."""
 
     def capsules(self) -> list[object] | None:
-        """The columns of the next as DLPack capsules; nothing after the last."""
+        """The tensors of the next as DLPack capsules; nothing after the last."""
     def buffers(self) -> list[Bytes] | None:
-        """The columns of the next as buffers of bytes; nothing after the last."""
+        """The tensors of the next as buffers of bytes; nothing after the last."""
 
 @final
 class Bytes:
-    """A column of a mini-batch, writable, for as long as anybody looks at it."""
+    """A tensor of a mini-batch, writable, for as long as anybody looks at it."""
 
     def __len__(self) -> int: ...
     if sys.version_info >= (3, 12):

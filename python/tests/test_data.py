@@ -119,6 +119,14 @@ def test_an_epoch_goes_on_where_it_was(folder: Path, shuffle: Any) -> None:
     assert ids(again) == whole
     with pytest.raises(InvalidError, match="another order: its seed is 2, here it is 3"):
         Loader(folder, 50, shuffle=shuffle, buffer=200, seed=3).load_state_dict(state)
+    other = Loader(folder, 50, shuffle=shuffle, buffer=300, seed=2)
+    if shuffle == "buffer":
+        with pytest.raises(InvalidError, match="another order: its buffer is 200, here it is 300"):
+            other.load_state_dict(state)
+    else:
+        other.load_state_dict(state)
+    with pytest.raises(InvalidError, match="there is no step 21 of 20 in epoch 3"):
+        make().load_state_dict({**state, "step": 21})
 
 
 def test_a_state_of_a_full_shuffle_fits_other_ranks(folder: Path) -> None:
@@ -233,6 +241,23 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / "1.parquet").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"1\.parquet: not a whole Parquet file .*: write it again"):
         Loader(folder, 10)
+    parquet.write_table(numbered(10).drop_columns("half"), folder / "1.parquet")
+    with pytest.raises(DataError, match=r'1\.parquet, column "half": it is missing, and the first file has it'):
+        Loader(folder, 10)
+    parquet.write_table(
+        pyarrow.table({"half": [0.5], "id": ["a"]}).cast(
+            pyarrow.schema([("half", pyarrow.float32()), ("id", pyarrow.string())])
+        ),
+        folder / "1.parquet",
+    )
+    with pytest.raises(DataError, match=r'1\.parquet, column "id": it is Utf8, and Int64 in the first file'):
+        Loader(folder, 10)
+    for shuffle in ("full", None):
+        with pytest.raises(InvalidError, match="there are no rows: the source is empty, or its filters leave none"):
+            Loader(numbered(0), 10, shuffle=shuffle)
+    numbers = pyarrow.table({"x": [1.0, float("nan")]})
+    with pytest.raises(DataError, match='column "x": row 1 is NaN: filter it out'):
+        Loader(numbers, 2, nan="error")
     nulls = pyarrow.table({"x": [1, None, 3]})
     with pytest.raises(DataError, match='column "x": row 1 is null: name what stands in for it'):
         Loader(nulls, 3)
@@ -240,12 +265,51 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidError, match=r'column "x": it is List.*, which is no tensor'):
         Loader(lists, 1)
     with pytest.raises(DataError, match="cannot make a spool in /nowhere: name another folder"):
-        Loader(numbered(10), 5, spool="/nowhere")
+        Loader(numbered(10), 5, memory=0, spool="/nowhere")
     unseen = pyarrow.table({"x": ["a", "b"]})
     with pytest.raises(DataError, match='column "x": "b" is not among its categories'):
         Loader(unseen, 2, categories={"x": ["a"]})
     (batch,) = Loader(unseen, 2, categories={"x": ["a"]}, fill={"x": -1})
     assert batch["x"].tolist() == [0, -1]
+
+
+def test_columns_in_the_names_of_folders_are_not_lost(tmp_path: Path) -> None:
+    for year in (2023, 2024):
+        (tmp_path / f"year={year}").mkdir()
+        parquet.write_table(numbered(10), tmp_path / f"year={year}" / "a.parquet")
+    with pytest.raises(DataError, match="year=2023: columns in the names of folders are not read"):
+        Loader(tmp_path, 10)
+    assert flat(ids(Loader(tmp_path / "year=2023", 10))) == list(range(10))
+    dataset = pytest.importorskip("pyarrow.dataset")
+    (batch, _) = Loader(dataset.dataset(tmp_path, partitioning="hive").scanner().to_reader(), 10)
+    assert batch["year"].tolist() == [2023] * 10
+
+
+@pytest.mark.parametrize("shuffle", ["full", "buffer", None])
+def test_groups_are_matrices(folder: Path, shuffle: Any) -> None:
+    rows = 1000
+    text = [f"{row % 7}" for row in range(rows)]
+    columns = {"a": numpy.arange(rows), "y": numpy.arange(rows) / 4, "text": text, "b": numpy.arange(rows) + 5}
+    parquet.write_table(pyarrow.table(columns), folder / "0.parquet", row_group_size=300)
+    for library in ("torch", "numpy"):
+        loader = Loader(
+            folder / "0.parquet", 100, shuffle=shuffle, groups={"x": ["b", "a", "text"]}, library=library, rest="pad"
+        )
+        assert list(loader.columns) == ["a", "y", "text", "b"]
+        for batch in loader:
+            assert list(batch) == ["x", "y"] and batch["x"].shape == (100, 3)
+            b, a, numbers = batch["x"].T
+            assert (b == a + 5).all() and (batch["y"] == a / 4).all() and (numbers == a % 7).all()
+    wrong = {
+        "y": (["a"], 'there are two tensors "y": name the group otherwise'),
+        "x": (["a", "y"], 'group "x": column "y" is float64, and "a" is int64: name one type'),
+        "z": (["a", "a"], 'group "z": column "a" can be in one group once'),
+        "none": ([], 'group "none": it has no columns'),
+        "other": (["c"], 'group "other": there is no column "c" among those that are wanted'),
+    }
+    for name, (members, message) in wrong.items():
+        with pytest.raises(InvalidError, match=message):
+            Loader(folder / "0.parquet", 100, groups={name: members})
 
 
 def test_a_fork_does_not_wait_for_threads_that_it_does_not_have(folder: Path) -> None:
@@ -261,35 +325,87 @@ def test_a_fork_does_not_wait_for_threads_that_it_does_not_have(folder: Path) ->
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def anonymous() -> int:
-    """Memory of this process that no file backs, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem")))
+# Prints the memory that each epoch has needed at most, beyond what there was before.
+_EPOCHS = """
+import sys
+from pathlib import Path
+import torch
+from deuteron.data import Loader
+
+def anonymous():
+    status = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
+
+path, shuffle, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+before = anonymous()
+loader = Loader(path, 1024, shuffle=shuffle, buffer=rows // 10, memory=rows * 8, threads=2)
+for _ in range(5):
+    most = anonymous()
+    for step, batch in enumerate(loader):
+        if step % 20 == 0:
+            most = max(most, anonymous())
+    assert step + 1 == len(loader) == rows // 1024
+    print(most - before)
+"""
 
 
 @pytest.mark.parametrize("shuffle", ["full", "buffer"])
 def test_memory_is_bounded_and_flat(tmp_path: Path, shuffle: Any) -> None:
-    rows = 1_000_000
-    columns = {f"x{index}": numpy.random.default_rng(index).random(rows) for index in range(10)}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", row_group_size=50_000)
-    del columns
-    gc.collect()
-    pyarrow.default_memory_pool().release_unused()
-    before = anonymous()
-    loader = Loader(tmp_path, 1024, shuffle=shuffle, buffer=20_000)
-    most = []
-    for _ in range(6):
-        steps = 0
-        peak = 0
-        for steps, _batch in enumerate(loader, 1):
-            if steps % 50 == 0:
-                peak = max(peak, anonymous())
-        assert steps == len(loader)
-        most.append(peak - before)
-    # 80 MB of numbers; some threads each hold a row group's pages and a few packed parts.
-    assert max(most) < 60 << 20, most
-    # The allocator keeps something for every thread that there was, up to a number.
-    assert max(most[3:]) < max(most[:3]) + (12 << 20), most
+    # Ten numbers a row: ten times what may be kept, be it by bytes or by rows.
+    rows = 2_000_000
+    schema = pyarrow.schema([(f"x{index}", pyarrow.float64()) for index in range(10)])
+    with parquet.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for group in range(20):
+            values = numpy.random.default_rng(group).integers(0, 1000, (10, rows // 20)).astype("float64")
+            writer.write_table(pyarrow.Table.from_arrays(list(values), schema=schema))
+    argv = [sys.executable, "-c", _EPOCHS, str(tmp_path), shuffle, str(rows)]
+    child = subprocess.run(argv, capture_output=True, text=True, timeout=55)
+    assert child.returncode == 0, child.stderr
+    most = [int(line) for line in child.stdout.split()]
+    limit = rows * 8
+    # Each of two threads has a row group's pages and some packed parts, and the allocator keeps something for each.
+    assert len(most) == 5 and max(most) < limit + (40 << 20) < rows * 80 / 2, most
+    assert max(most[2:]) < max(most[:2]) + (8 << 20), most
+
+
+def on_a_small_disk(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python where ``folder`` is a file system of its own with room for a megabyte."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    mount = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
+    argv = ["unshare", "-rm", "sh", "-c", mount, "sh", str(folder), sys.executable, code]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=50)
+
+
+@pytest.mark.parametrize("source", ["files", "stream"])
+def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, source: str) -> None:
+    small, files = tmp_path / "small", tmp_path / "files"
+    small.mkdir()
+    files.mkdir()
+    parquet.write_table(numbered(500_000), files / "a.parquet")
+    opened = repr(str(files)) if source == "files" else f"parquet.read_table({str(files)!r})"
+    code = f"""
+import os, sys
+from pyarrow import parquet
+from deuteron.data import Loader
+from deuteron.errors import DataError
+
+def free():
+    about = os.statvfs(sys.argv[1])
+    return about.f_bfree
+
+before = free()
+try:
+    Loader({opened}, 1000, shuffle="full", memory=0, spool=sys.argv[1])
+except DataError as error:
+    print(error)
+assert os.listdir(sys.argv[1]) == [] and free() == before
+list(Loader({opened}, 1000, shuffle="full", spool=sys.argv[1]))
+"""
+    child = on_a_small_disk(code, small)
+    assert child.returncode == 0, child.stderr
+    wanted = f"the spool in {small}: No space left on device (os error 28): name a folder with room for all rows"
+    assert wanted in child.stdout
 
 
 def test_importing_is_light() -> None:

@@ -1,11 +1,17 @@
-//! How a row lies in memory, and how record batches become such rows and rows become columns of a mini-batch.
+//! How a row lies in memory, and how record batches become such rows and rows become tensors of a mini-batch.
 //!
 //! - LA-1: a packed row has no nulls: they are an error or have become the value that the user named.
 //! - LA-2: dates and times are whole numbers of the unit that their column states; strings are the numbers of their
 //!   categories in sorted order, the same on every rank.
+//! - LA-3: columns that are one matrix in a mini-batch lie side by side in a row.
 
-use crate::{Error, Result, memory::LINE};
-use arrow_array::{Array, ArrayRef, RecordBatch, cast::AsArray, types::Int32Type};
+use crate::{
+    Error, Result,
+    memory::{LINE, ask_for},
+};
+use arrow_array::{
+    Array, ArrayRef, RecordBatch, cast::AsArray, downcast_primitive_array, types::Int32Type,
+};
 use arrow_cast::{CastOptions, cast_with_options};
 use arrow_schema::{DataType, Schema, TimeUnit};
 use std::{
@@ -18,6 +24,10 @@ use std::{
 
 /// Bytes of rows that are packed or taken apart before the next column's turn: what stays in the nearest cache.
 const BLOCK: usize = 16 << 10;
+/// With so few tensors, a row goes into each of them at once.
+const FEW: usize = 8;
+/// Rows between the one that is copied and the one that is asked for.
+const SOON: usize = 16;
 
 /// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -285,19 +295,59 @@ impl Column {
     }
 }
 
+/// A tensor of every mini-batch: a column, or several as a matrix.
+pub struct Field {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    /// Where it lies in a row.
+    place: Range<usize>,
+}
+
+impl Field {
+    /// That of its column, or of its group.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The type of its elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The shape of one row's value; empty for one element.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+}
+
+/// Columns that are one matrix in a mini-batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// The matrix's name.
+    pub name: String,
+    /// Those of its columns, from left to right.
+    pub columns: Vec<String>,
+}
+
 /// How a row lies in memory.
 pub struct Layout {
     columns: Vec<Column>,
+    fields: Vec<Field>,
     width: usize,
     /// Whether a NaN is an error.
     refuse_nan: bool,
 }
 
 impl Layout {
-    /// A layout of these columns of a schema, or of all.
-    pub fn new(schema: &Schema, requests: &[Request], refuse_nan: bool) -> Result<Self> {
+    /// A layout of these columns of a schema, some of which are groups.
+    pub fn new(
+        schema: &Schema,
+        requests: &[Request],
+        groups: &[Group],
+        refuse_nan: bool,
+    ) -> Result<Self> {
         let mut columns = Vec::with_capacity(requests.len());
-        let mut width = 0;
         for request in requests {
             let Ok(field) = schema.field_with_name(&request.name) else {
                 let names = schema.fields().iter().map(|field| field.name().as_str());
@@ -307,21 +357,55 @@ impl Layout {
                     request.name
                 )));
             };
-            let mut column = column(field.data_type(), request)?;
-            let bytes = column.dtype.size() * column.shape.iter().product::<usize>();
-            column.place = width..width + bytes;
-            width += bytes;
-            columns.push(column);
+            columns.push(column(field.data_type(), request)?);
         }
-        match columns.is_empty() {
-            true => Err(Error::Invalid("no column is wanted: name some".into())),
-            false => Ok(Self { columns, width, refuse_nan }),
+        if columns.is_empty() {
+            return Err(Error::Invalid("no column is wanted: name some".into()));
+        }
+        let of_columns: Vec<Vec<usize>> =
+            groups.iter().map(|group| members(group, groups, &columns)).collect::<Result<_>>()?;
+        let mut fields: Vec<Field> = Vec::with_capacity(columns.len());
+        let mut width = 0;
+        for index in 0..columns.len() {
+            let group = of_columns.iter().position(|members| members.contains(&index));
+            let members = group.map_or(vec![index], |group| of_columns[group].clone());
+            // A group comes with its first column.
+            if members.iter().any(|&member| member < index) {
+                continue;
+            }
+            let start = width;
+            for member in members {
+                let column = &mut columns[member];
+                let bytes = column.dtype.size() * column.shape.iter().product::<usize>();
+                column.place = width..width + bytes;
+                width += bytes;
+            }
+            let Column { name, dtype, shape, .. } = &columns[index];
+            let (name, shape) = match group.map(|group| &groups[group]) {
+                Some(group) => (&group.name, vec![group.columns.len()]),
+                None => (name, shape.clone()),
+            };
+            if fields.iter().any(|field| field.name == *name) {
+                return Err(Error::Invalid(format!(
+                    "there are two tensors {name:?}: name the group otherwise"
+                )));
+            }
+            fields.push(Field { name: name.clone(), dtype: *dtype, shape, place: start..width });
+        }
+        match width {
+            0 => Err(Error::Invalid("the columns that are wanted have no elements".into())),
+            _ => Ok(Self { columns, fields, width, refuse_nan }),
         }
     }
 
     /// The columns in their order.
     pub fn columns(&self) -> &[Column] {
         &self.columns
+    }
+
+    /// The tensors of a mini-batch in their order.
+    pub fn fields(&self) -> &[Field] {
+        &self.fields
     }
 
     /// Bytes of a row.
@@ -356,19 +440,18 @@ impl Layout {
         }
     }
 
-    /// Appends the rows of a batch. `first` is the number of its first row, for messages.
-    pub(crate) fn pack(&self, batch: &RecordBatch, first: u64, rows: &mut Vec<u8>) -> Result<()> {
-        let count = batch.num_rows();
+    /// Packs a batch into rows, which have just the room. `first` is the number of its first row, for messages.
+    pub(crate) fn pack(&self, batch: &RecordBatch, first: u64, rows: &mut [u8]) -> Result<()> {
+        debug_assert_eq!(rows.len(), batch.num_rows() * self.width);
         let mut flat = Vec::with_capacity(self.columns.len());
         for column in &self.columns {
             let missing = || Error::data(column.place(), "it is missing");
             let array = batch.column_by_name(&column.name).ok_or_else(missing)?;
             flat.push(self.flatten(column, array, first)?);
         }
-        let start = rows.len();
-        rows.resize(start + count * self.width, 0);
+        let flat: Vec<&[u8]> = flat.iter().map(Flat::bytes).collect();
         let block_rows = self.block();
-        for (block, rows) in rows[start..].chunks_mut(block_rows * self.width).enumerate() {
+        for (block, rows) in rows.chunks_mut(block_rows * self.width.max(1)).enumerate() {
             for (column, flat) in self.columns.iter().zip(&flat) {
                 let bytes = column.place.len();
                 let flat = &flat[block * block_rows * bytes..];
@@ -390,12 +473,27 @@ impl Layout {
         Ok(())
     }
 
-    /// Where each column of a mini-batch of `rows` rows begins, and the bytes of all.
+    /// Where the values of each column lie, if they are in rows as they are in a file with this schema; `None` if some are
+    /// not. Leaves are not known here.
+    pub(crate) fn stored(&self, schema: &Schema) -> Option<Vec<(&str, &Range<usize>)>> {
+        let is_stored = |column: &Column| {
+            let same = schema
+                .field_with_name(&column.name)
+                .is_ok_and(|field| *field.data_type() == column.dtype.arrow());
+            let looked_at = self.refuse_nan && matches!(column.dtype, DType::F32 | DType::F64);
+            same && matches!(column.kind, Kind::Plain) && column.shape.is_empty() && !looked_at
+        };
+        let stored = self.columns.iter().all(is_stored) && cfg!(target_endian = "little");
+        let places = self.columns.iter().map(|column| (column.name.as_str(), &column.place));
+        stored.then(|| places.collect())
+    }
+
+    /// Where each tensor of a mini-batch of `rows` rows begins, and the bytes of all.
     pub(crate) fn places(&self, rows: usize) -> (Vec<usize>, usize) {
         let mut end = 0;
-        let places = self.columns.iter().map(|column| {
+        let places = self.fields.iter().map(|field| {
             let start = end;
-            end += (column.place.len() * rows).next_multiple_of(LINE);
+            end += (field.place.len() * rows).next_multiple_of(LINE);
             start
         });
         (places.collect(), end)
@@ -406,48 +504,79 @@ impl Layout {
         (BLOCK / self.width.max(1)).max(1)
     }
 
-    /// Takes packed rows apart into columns that begin at these places.
-    pub(crate) fn unpack(&self, rows: &[u8], places: &[usize], columns: &mut [u8]) {
-        let width = self.width.max(1);
-        let count = rows.len() / width;
+    /// Copies packed rows into tensors that begin at these places. `block` is room that is used again.
+    pub(crate) fn draw<'a>(
+        &self,
+        rows: &[u64],
+        row: impl Fn(u64) -> &'a [u8],
+        places: &[usize],
+        block: &mut Vec<u8>,
+        tensors: &mut [u8],
+    ) {
         let block_rows = self.block();
-        for (block, rows) in rows.chunks(block_rows * width).enumerate() {
-            for (column, &place) in self.columns.iter().zip(places) {
-                let bytes = column.place.len();
-                let start = place + block * block_rows * bytes;
-                let values = &mut columns[start..start + rows.len() / width * bytes];
+        for (index, drawn) in rows.chunks(block_rows).enumerate() {
+            let first = index * block_rows;
+            let soon = |within: usize| rows.get(first + within + SOON).map(|&soon| row(soon));
+            if self.fields.len() <= FEW {
+                for (within, &number) in drawn.iter().enumerate() {
+                    soon(within).into_iter().for_each(ask_for);
+                    let row = row(number);
+                    for (field, &place) in self.fields.iter().zip(places) {
+                        let bytes = field.place.len();
+                        let start = place + (first + within) * bytes;
+                        tensors[start..start + bytes].copy_from_slice(&row[field.place.clone()]);
+                    }
+                }
+                continue;
+            }
+            block.clear();
+            for (within, &number) in drawn.iter().enumerate() {
+                soon(within).into_iter().for_each(ask_for);
+                block.extend_from_slice(row(number));
+            }
+            for (field, &place) in self.fields.iter().zip(places) {
+                let bytes = field.place.len();
+                let values = &mut tensors[place + first * bytes..][..drawn.len() * bytes];
+                let start = field.place.start;
                 match bytes {
-                    1 => gather::<1>(rows, width, column.place.start, values),
-                    2 => gather::<2>(rows, width, column.place.start, values),
-                    4 => gather::<4>(rows, width, column.place.start, values),
-                    8 => gather::<8>(rows, width, column.place.start, values),
+                    1 => gather::<1>(block, self.width, start, values),
+                    2 => gather::<2>(block, self.width, start, values),
+                    4 => gather::<4>(block, self.width, start, values),
+                    8 => gather::<8>(block, self.width, start, values),
                     0 => {}
                     _ => {
-                        let rows = rows.chunks_exact(width);
+                        let rows = block.chunks_exact(self.width);
                         rows.zip(values.chunks_exact_mut(bytes)).for_each(|(row, value)| {
-                            value.copy_from_slice(&row[column.place.clone()])
+                            value.copy_from_slice(&row[field.place.clone()])
                         });
                     }
                 }
             }
         }
-        for (column, &place) in self.columns.iter().zip(places) {
-            let values = &mut columns[place..place + count * column.place.len()];
-            if let Kind::Categories(categories) = &column.kind
-                && let Some((numbers, _)) = categories.sorted.get()
-            {
-                for value in values.as_chunks_mut::<8>().0 {
-                    let met = i64::from_ne_bytes(*value);
-                    // What is no category's number was named by the user and stays.
-                    let number = usize::try_from(met).ok().and_then(|met| numbers.get(met));
-                    *value = number.copied().unwrap_or(met).to_ne_bytes();
-                }
+        self.number(rows.len(), places, tensors);
+    }
+
+    /// Gives categories their final numbers.
+    fn number(&self, rows: usize, places: &[usize], tensors: &mut [u8]) {
+        for column in &self.columns {
+            let Kind::Categories(categories) = &column.kind else { continue };
+            let Some((numbers, _)) = categories.sorted.get() else { continue };
+            let holds = |field: &&Field| field.place.contains(&column.place.start);
+            let held = self.fields.iter().zip(places).find(|(field, _)| holds(field));
+            let Some((field, &place)) = held else { continue };
+            let start = place + column.place.start - field.place.start;
+            let values = tensors[start..].chunks_mut(field.place.len()).take(rows);
+            for value in values.filter_map(|value| value.first_chunk_mut::<8>()) {
+                let met = i64::from_ne_bytes(*value);
+                // What is no category's number was named by the user and stays.
+                let number = usize::try_from(met).ok().and_then(|met| numbers.get(met));
+                *value = number.copied().unwrap_or(met).to_ne_bytes();
             }
         }
     }
 
     /// A column's values one after the other, as they will lie in the rows.
-    fn flatten(&self, column: &Column, array: &ArrayRef, first: u64) -> Result<Vec<u8>> {
+    fn flatten(&self, column: &Column, array: &ArrayRef, first: u64) -> Result<Flat> {
         let array: Cow<'_, ArrayRef> = match &column.cast {
             Some(target) if array.data_type() != target => Cow::Owned(cast(column, array, target)?),
             _ => Cow::Borrowed(array),
@@ -466,14 +595,18 @@ impl Layout {
         };
         let fill = column.fill.as_ref().map(|(_, bytes)| bytes.as_slice());
         let mut flat = match &column.kind {
-            Kind::Plain => plain(&array, width),
+            Kind::Plain if array.null_count() == 0 => {
+                let flat = Flat::Array(array.into_owned());
+                self.check_nan(column, flat.bytes(), first)?;
+                return Ok(flat);
+            }
+            Kind::Plain => plain(&array).to_vec(),
             Kind::Bool => {
                 let values = array.as_boolean().values();
                 values.iter().map(u8::from).collect()
             }
             Kind::Widen => {
-                let wide = plain(&array, 4);
-                let wide = wide.as_chunks::<4>().0.iter();
+                let wide = plain(&array).as_chunks::<4>().0.iter();
                 wide.flat_map(|&value| i64::from(i32::from_ne_bytes(value)).to_ne_bytes()).collect()
             }
             Kind::Categories(categories) => {
@@ -485,7 +618,7 @@ impl Layout {
                 let values = list.values().slice(list.value_offset_at(0) as usize, count * length);
                 let mut flat = match column.dtype {
                     DType::Bool => values.as_boolean().values().iter().map(u8::from).collect(),
-                    _ => plain(&values, width),
+                    _ => plain(&values).to_vec(),
                 };
                 // What a null list holds inside means nothing.
                 let inside = |index: usize| list.is_valid(index / length);
@@ -507,17 +640,64 @@ impl Layout {
                     .for_each(|value| value.copy_from_slice(fill));
             }
         }
-        if self.refuse_nan
-            && let Some(index) = find_nan(column.dtype, &flat)
-        {
-            let row = first + (index * width / bytes) as u64;
-            return Err(Error::data(
-                column.place(),
-                format!("row {row} is NaN: filter it out, or take nan=\"keep\""),
-            ));
-        }
-        Ok(flat)
+        self.check_nan(column, &flat, first)?;
+        Ok(Flat::Bytes(flat))
     }
+
+    fn check_nan(&self, column: &Column, flat: &[u8], first: u64) -> Result<()> {
+        if self.refuse_nan
+            && let Some(index) = find_nan(column.dtype, flat)
+        {
+            let row = first + (index * column.dtype.size() / column.place.len()) as u64;
+            let what = format!("row {row} is NaN: filter it out, or take nan=\"keep\"");
+            return Err(Error::data(column.place(), what));
+        }
+        Ok(())
+    }
+}
+
+/// A column's values one after the other, as they came if that is how they lie in rows.
+enum Flat {
+    Array(ArrayRef),
+    Bytes(Vec<u8>),
+}
+
+impl Flat {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Array(array) => plain(array),
+            Self::Bytes(bytes) => bytes,
+        }
+    }
+}
+
+/// Where the columns of a group are.
+fn members(group: &Group, groups: &[Group], columns: &[Column]) -> Result<Vec<usize>> {
+    let wrong = |what: String| Err(Error::Invalid(format!("group {:?}: {what}", group.name)));
+    if group.columns.is_empty() {
+        return wrong("it has no columns".into());
+    }
+    let mut members: Vec<usize> = Vec::with_capacity(group.columns.len());
+    for name in &group.columns {
+        let Some(index) = columns.iter().position(|column| column.name == *name) else {
+            return wrong(format!("there is no column {name:?} among those that are wanted"));
+        };
+        let times = groups.iter().flat_map(|group| &group.columns).filter(|other| *other == name);
+        if times.count() > 1 {
+            return wrong(format!("column {name:?} can be in one group once"));
+        }
+        let (column, first) = (&columns[index], &columns[*members.first().unwrap_or(&index)]);
+        if !column.shape.is_empty() {
+            return wrong(format!("column {name:?} is a tensor already"));
+        }
+        if column.dtype != first.dtype {
+            let (own, other) = (column.dtype.name(), first.dtype.name());
+            let what = format!("column {name:?} is {own}, and {:?} is {other}", first.name);
+            return wrong(format!("{what}: name one type with columns={{{name:?}: {other:?}}}"));
+        }
+        members.push(index);
+    }
+    Ok(members)
 }
 
 fn find_nan(dtype: DType, flat: &[u8]) -> Option<usize> {
@@ -553,13 +733,11 @@ fn put_fill(
 }
 
 /// The values of an array of fixed width.
-fn plain(array: &ArrayRef, width: usize) -> Vec<u8> {
-    let data = array.to_data();
-    let start = data.offset() * width;
-    data.buffers()
-        .first()
-        .map(|buffer| buffer.as_slice()[start..start + data.len() * width].to_vec())
-        .unwrap_or_default()
+fn plain(array: &ArrayRef) -> &[u8] {
+    downcast_primitive_array!(
+        array => array.values().inner().as_slice(),
+        _ => &[],
+    )
 }
 
 fn cast(column: &Column, array: &ArrayRef, target: &DataType) -> Result<ArrayRef> {

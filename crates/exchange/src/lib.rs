@@ -6,8 +6,8 @@
 //!
 //! - EX-1: a row whose columns all have a fixed width is kept as that many bytes ([`Layout`]): to draw a row at random is
 //!   to copy one stretch of memory, not one value per column.
-//! - EX-2: memory is bounded by the buffer and by what is prefetched; what is larger lies in a file without a name, of
-//!   which only what is looked at is in memory.
+//! - EX-2: memory is bounded by the buffer, by what is prefetched, and by a number of bytes that the user names: rows that
+//!   take more lie in a file without a name, of which only what is looked at is in memory.
 //! - EX-3: threads of this room know nothing of Python, and end when nobody waits for what they make.
 
 mod deal;
@@ -16,12 +16,13 @@ mod filter;
 mod layout;
 mod loader;
 mod memory;
+mod pages;
 pub mod plan;
 mod source;
 mod spool;
 
 pub use error::{Error, Result};
 pub use filter::{Filter, Operator, Value};
-pub use layout::{Column, DType, Fill, Layout, Request};
+pub use layout::{Column, DType, Field, Fill, Group, Layout, Request};
 pub use loader::{Batch, Batches, Dataset, Options, Tensor};
 pub use source::{Source, files};

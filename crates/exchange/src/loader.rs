@@ -1,26 +1,28 @@
 //! From a source to the mini-batches of one rank.
 //!
-//! Parquet files whose rows are not mixed with all others are read as they are needed. Everything else becomes a spool
-//! first, of which rows are drawn.
+//! Parquet files whose rows are not mixed with all others are read as they are needed, a window of rows at a time.
+//! Everything else becomes a spool first, of which rows are drawn.
 
 use crate::{
     DType, Error, Filter, Layout, Request, Result, Source,
-    deal::{Dealt, Work, deal},
-    memory::{Buffer, Pool, ask_for},
-    plan::{Order, Plan, Share, Shuffle},
-    source::{Format, Parquet, Sequence},
+    deal::{Dealt, Sink, Work, deal},
+    layout::Group,
+    memory::{Buffer, Pool},
+    plan::{self, Order, Plan, Share, Shuffle},
+    source::{Format, Parquet, Sequence, Target},
     spool::{Folder, Spool, part},
 };
 use arrow_schema::Schema;
 use std::{
-    ops::Range, path::PathBuf, ptr::NonNull, sync::Arc, thread::available_parallelism,
-    time::Instant,
+    collections::VecDeque, ops::Range, path::PathBuf, ptr::NonNull, sync::Arc,
+    thread::available_parallelism, time::Instant,
 };
 
-/// Parts of a unit that a thread reads ahead.
+/// Parts that a thread reads ahead.
 const AHEAD: usize = 2;
-/// Rows between the one that is copied and the one that is asked for.
-const SOON: usize = 16;
+/// Parts that a thread reads before it is the next one's turn, at most: threads that share a row group go through it
+/// once each.
+const TURN: usize = 8;
 /// More threads than this do not read faster.
 const THREADS: usize = 8;
 
@@ -35,6 +37,8 @@ pub struct Options {
     pub columns: Option<Vec<String>>,
     /// What is special about some of them.
     pub requests: Vec<Request>,
+    /// Those that are matrices together.
+    pub groups: Vec<Group>,
     /// Only rows that pass all.
     pub filters: Vec<Filter>,
     /// Whether a NaN is an error.
@@ -43,6 +47,8 @@ pub struct Options {
     pub prefetch: usize,
     /// Threads that read; `None`: as many as there are cores, up to eight.
     pub threads: Option<usize>,
+    /// Bytes of rows that are kept in memory; more lie in a spool.
+    pub memory: u64,
     /// Where spools lie.
     pub folder: Option<PathBuf>,
 }
@@ -70,7 +76,8 @@ impl Dataset {
         let Options { order, rank, filters, prefetch, .. } = &options;
         let cores = available_parallelism().map_or(1, usize::from).min(THREADS);
         let threads = options.threads.unwrap_or(cores).max(1);
-        let folder = Folder::new(options.folder.as_deref(), order.shuffle == Shuffle::Full);
+        let folder =
+            Folder::new(options.folder.as_deref(), options.memory, order.shuffle == Shuffle::Full);
         let (rows, layout, columns, sizes) = match source {
             Source::Stream(stream) => {
                 let (layout, _) = wanted(&stream.schema(), &options)?;
@@ -84,7 +91,6 @@ impl Dataset {
                     parquet.check(&columns)?;
                     let parquet = Arc::new(parquet.filter(filters.clone(), threads)?);
                     if order.shuffle == Shuffle::Full {
-                        let layout = Arc::new(layout);
                         let spool =
                             Spool::of_parquet(&parquet, &layout, &columns, &folder, threads)?;
                         spooled(spool, layout)
@@ -131,6 +137,7 @@ impl Dataset {
             places: places.into(),
             bytes,
             rows: batch,
+            block: Vec::new(),
         };
         let dealt = match &self.rows {
             Rows::Spool(spool) => {
@@ -151,46 +158,126 @@ impl Dataset {
         Ok(Batches(dealt?))
     }
 
+    /// Rows as they are read from a step on, and how they are mixed.
     fn window(&self, parquet: &Arc<Parquet>, share: Arc<Share>, step: u64) -> Result<Window> {
-        let position = step * self.plan.order().batch;
-        let start = (position / share.window() * share.window()).min(share.count());
-        let ranges =
-            share.ranges(start).ok_or(Error::Internal("a full shuffle is not read in ranges"))?;
-        let threads = self.threads.min(ranges.len()).max(1);
-        let ranges: Arc<[_]> = ranges.into();
-        let one = |_| -> Work<Vec<u8>> {
+        let batch = self.plan.order().batch;
+        let part = part(&self.layout) as u64;
+        // Rows that are not mixed are read together as if they were.
+        let rows = share.window().max(part / batch * batch);
+        let start = (step * batch / rows * rows).min(share.count());
+        // Which rows of a unit pass filters is known only after those before them were read.
+        let turns = turns(&share, start, rows, part, parquet.is_filtered())?;
+        let threads = self.threads.min(turns.len()).max(1);
+        let turns: Arc<[_]> = turns.into();
+        // Parts of a window that was used up are those of the next.
+        let pool = Pool::new((rows.div_ceil(part) as usize).max(threads * AHEAD));
+        let one = |_| -> Work<Buffer> {
             let (parquet, layout, columns) =
                 (Arc::clone(parquet), Arc::clone(&self.layout), self.columns.clone());
-            let ranges = Arc::clone(&ranges);
+            let turns = Arc::clone(&turns);
+            let pool = Arc::clone(&pool);
             Box::new(move |item, sink| {
-                let range = ranges[item as usize];
-                let mut wanted = true;
-                parquet.read(
-                    range.unit,
-                    &columns,
-                    Some(range),
-                    part(&layout),
-                    &mut |batch, first| {
-                        let mut packed = Vec::with_capacity(batch.num_rows() * layout.width());
-                        layout.pack(&batch, first, &mut packed)?;
-                        wanted = sink.put(packed, false);
-                        Ok(wanted)
-                    },
-                )?;
-                Ok(wanted && sink.put(Vec::new(), true))
+                turns[item as usize].read(&parquet, &layout, &columns, &pool, sink)
             })
         };
-        let parts = deal("read", ranges.len() as u64, AHEAD, (0..threads).map(one).collect())?;
+        let parts = deal("read", turns.len() as u64, AHEAD, (0..threads).map(one).collect())?;
         let width = self.layout.width();
-        Ok(Window {
-            share,
-            parts,
-            part: Vec::new(),
-            used: 0,
-            rows: Vec::new(),
-            current: None,
-            width,
-        })
+        Ok(Window { share, parts, rows, part, filled: Vec::new(), current: None, width })
+    }
+}
+
+/// What one thread reads before it is the next one's turn: ranges, and the rows of each part that is made of them.
+struct Turn {
+    ranges: Vec<plan::Range>,
+    parts: Vec<u64>,
+}
+
+/// Turns from a position on. Parts have `part` rows, except at the end of a window. With `whole`, a turn does not end
+/// within a range that it began, but for a part of it.
+fn turns(share: &Share, start: u64, window: u64, part: u64, whole: bool) -> Result<Vec<Turn>> {
+    let ranges =
+        share.ranges(start).ok_or(Error::Internal("a full shuffle is not read in ranges"))?;
+    let mut ranges = ranges.into_iter();
+    let mut range = ranges.next();
+    let (mut turns, mut position) = (Vec::new(), start);
+    while position < share.count() {
+        let mut turn = Turn { ranges: Vec::new(), parts: Vec::new() };
+        let end = position + range.filter(|_| whole).map_or(0, |range| range.rows);
+        while (turn.parts.len() < TURN || position < end) && position < share.count() {
+            let left = (window - position % window).min(share.count() - position);
+            turn.parts.push(part.min(left));
+            position += part.min(left);
+        }
+        let mut rows: u64 = turn.parts.iter().sum();
+        while rows > 0
+            && let Some(plan::Range { unit, start, rows: left }) = range
+        {
+            let taken = rows.min(left);
+            turn.ranges.push(plan::Range { unit, start, rows: taken });
+            rows -= taken;
+            let rest = plan::Range { unit, start: start + taken, rows: left - taken };
+            range = if rest.rows > 0 { Some(rest) } else { ranges.next() };
+        }
+        turns.push(turn);
+    }
+    Ok(turns)
+}
+
+impl Turn {
+    /// Whether anybody wants more.
+    fn read(
+        &self,
+        parquet: &Parquet,
+        layout: &Layout,
+        columns: &[String],
+        pool: &Arc<Pool>,
+        sink: &Sink<Buffer>,
+    ) -> Result<bool> {
+        let parts = self.parts.iter().map(|&rows| rows as usize * layout.width());
+        let mut target = InParts { parts: parts.collect(), pool, part: None, end: 0, sink, layout };
+        for &range in &self.ranges {
+            if !parquet.pack(range, layout, columns, part(layout), &mut target)? {
+                return Ok(false);
+            }
+        }
+        match target.parts.is_empty() {
+            true => Ok(true),
+            false => Err(Error::Internal("there are fewer rows than were counted")),
+        }
+    }
+}
+
+/// Rows that are handed on in parts.
+struct InParts<'a> {
+    /// Bytes of those to come.
+    parts: VecDeque<usize>,
+    pool: &'a Arc<Pool>,
+    part: Option<Buffer>,
+    /// What of it is filled.
+    end: usize,
+    sink: &'a Sink<Buffer>,
+    layout: &'a Layout,
+}
+
+impl Target for InParts<'_> {
+    fn room(&mut self, rows: usize) -> Result<&mut [u8]> {
+        let many = Error::Internal("there are more rows than were counted");
+        let end = self.end + rows * self.layout.width();
+        let end = end.min(*self.parts.front().ok_or(many)?);
+        // All have the same size, so that each can be any other.
+        let new = || self.pool.take(part(self.layout) * self.layout.width());
+        Ok(&mut self.part.get_or_insert_with(new).bytes_mut()[self.end..end])
+    }
+
+    fn filled(&mut self, rows: usize) -> Result<bool> {
+        self.end += rows * self.layout.width();
+        if self.parts.front().is_some_and(|bytes| self.end < *bytes) {
+            return Ok(true);
+        }
+        self.end = 0;
+        self.parts.pop_front();
+        let full = self.part.take().ok_or(Error::Internal("there is no part to hand on"))?;
+        Ok(self.sink.put(full, self.parts.is_empty()))
     }
 }
 
@@ -219,7 +306,7 @@ fn wanted(schema: &Schema, options: &Options) -> Result<(Layout, Vec<String>)> {
         special.unwrap_or_else(|| Request { name: name.clone(), ..Request::default() })
     };
     let requests: Vec<Request> = names.iter().map(described).collect();
-    let layout = Layout::new(schema, &requests, options.refuse_nan)?;
+    let layout = Layout::new(schema, &requests, &options.groups, options.refuse_nan)?;
     for filter in &options.filters {
         let Ok(field) = schema.field_with_name(&filter.column) else {
             return Err(Error::Invalid(format!(
@@ -262,48 +349,41 @@ struct Maker {
     places: Arc<[usize]>,
     bytes: usize,
     rows: usize,
+    block: Vec<u8>,
 }
 
 impl Maker {
-    fn batch(&self, rows: &[u8]) -> Batch {
+    /// A mini-batch of these rows.
+    fn batch<'a>(&mut self, rows: &[u64], row: impl Fn(u64) -> &'a [u8]) -> Batch {
         let mut buffer = self.pool.take(self.bytes);
-        self.layout.unpack(rows, &self.places, buffer.bytes_mut());
+        self.layout.draw(rows, row, &self.places, &mut self.block, buffer.bytes_mut());
         let (layout, places) = (Arc::clone(&self.layout), Arc::clone(&self.places));
         Batch { layout, places, buffer: Arc::new(buffer), rows: self.rows }
     }
 }
 
-/// Copies rows one behind the other.
-fn collect<'a>(places: &[u64], row: impl Fn(u64) -> &'a [u8], rows: &mut Vec<u8>) {
-    rows.clear();
-    for (index, &place) in places.iter().enumerate() {
-        if let Some(&soon) = places.get(index + SOON) {
-            ask_for(row(soon));
-        }
-        rows.extend_from_slice(row(place));
-    }
-}
-
 /// Rows of a spool, drawn in the order of the plan.
-fn draw(spool: Arc<Spool>, share: Arc<Share>, maker: Maker, from: u64) -> Work<Batch> {
-    let (mut places, mut rows) = (Vec::new(), Vec::new());
+fn draw(spool: Arc<Spool>, share: Arc<Share>, mut maker: Maker, from: u64) -> Work<Batch> {
+    let mut drawn = Vec::new();
     Box::new(move |item, sink| {
         let start = (from + item) * maker.rows as u64;
-        places.clear();
-        places.extend((start..start + maker.rows as u64).map(|position| share.row(position)));
-        collect(&places, |place| spool.row(place), &mut rows);
-        Ok(sink.put(maker.batch(&rows), true))
+        drawn.clear();
+        drawn.extend((start..start + maker.rows as u64).map(|position| share.row(position)));
+        let (width, bytes) = (maker.layout.width(), spool.bytes());
+        let row = |row: u64| &bytes[row as usize * width..][..width];
+        Ok(sink.put(maker.batch(&drawn, row), true))
     })
 }
 
 /// Rows as they are read, so many at a time, and then in the order of the plan.
 struct Window {
     share: Arc<Share>,
-    parts: Dealt<Vec<u8>>,
-    /// What was read and not yet used, from here on.
-    part: Vec<u8>,
-    used: usize,
-    rows: Vec<u8>,
+    parts: Dealt<Buffer>,
+    /// Of a window.
+    rows: u64,
+    /// Of each of its parts; the last may have fewer.
+    part: u64,
+    filled: Vec<Buffer>,
     current: Option<u64>,
     width: usize,
 }
@@ -311,45 +391,37 @@ struct Window {
 impl Window {
     /// Reads the next window, which begins here.
     fn fill(&mut self, start: u64) -> Result<()> {
-        let wanted = self.share.window().min(self.share.count() - start) as usize * self.width;
-        self.rows.clear();
-        while self.rows.len() < wanted {
-            if self.used == self.part.len() {
-                let missing = Err(Error::Internal("there are fewer rows than were counted"));
-                self.part = self.parts.next().unwrap_or(missing)?;
-                self.used = 0;
-            }
-            let taken = (wanted - self.rows.len()).min(self.part.len() - self.used);
-            self.rows.extend_from_slice(&self.part[self.used..self.used + taken]);
-            self.used += taken;
+        let rows = self.rows.min(self.share.count() - start);
+        self.filled.clear();
+        for _ in 0..rows.div_ceil(self.part) {
+            let missing = Err(Error::Internal("there are fewer rows than were counted"));
+            self.filled.push(self.parts.next().unwrap_or(missing)?);
         }
         Ok(())
     }
 
-    fn work(mut self, maker: Maker, from: u64) -> Work<Batch> {
-        let (mut places, mut drawn) = (Vec::new(), Vec::new());
+    fn work(mut self, mut maker: Maker, from: u64) -> Work<Batch> {
+        let mut drawn = Vec::new();
         Box::new(move |item, sink| {
             let position = (from + item) * maker.rows as u64;
-            let window = position / self.share.window();
-            let (start, slots) = self.share.slots(window);
-            if self.current != Some(window) {
+            let start = position / self.rows * self.rows;
+            if self.current != Some(start) {
                 self.fill(start)?;
-                self.current = Some(window);
+                self.current = Some(start);
             }
-            let batch = match slots {
-                None => maker.batch(&self.rows),
-                Some(slots) => {
-                    let first = position - start;
-                    places.clear();
-                    places.extend((first..first + maker.rows as u64).map(|slot| slots.at(slot)));
-                    let row = |place: u64| {
-                        &self.rows[place as usize * self.width..(place as usize + 1) * self.width]
-                    };
-                    collect(&places, row, &mut drawn);
-                    maker.batch(&drawn)
-                }
+            let slots = position - start..position - start + maker.rows as u64;
+            drawn.clear();
+            match self.share.slots(position / self.share.window()) {
+                (_, Some(mixed)) => drawn.extend(slots.map(|slot| mixed.at(slot))),
+                (_, None) => drawn.extend(slots),
+            }
+            let (part, width) = (self.part.ilog2(), self.width);
+            let row = |slot: u64| {
+                let within = slot as usize & ((1 << part) - 1);
+                let start = within * width;
+                self.filled[(slot >> part) as usize].bytes(&(start..start + width))
             };
-            Ok(sink.put(batch, true))
+            Ok(sink.put(maker.batch(&drawn, row), true))
         })
     }
 }
@@ -381,19 +453,19 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Its columns, in the order of the layout.
+    /// Its tensors, in the order of the layout's fields.
     pub fn into_tensors(self) -> impl Iterator<Item = Tensor> {
         let Self { layout, places, buffer, rows } = self;
         (0..places.len()).map(move |index| {
-            let (column, start) = (&layout.columns()[index], places[index]);
-            let shape = [&[rows], column.shape()].concat();
-            let end = start + column.dtype().size() * shape.iter().product::<usize>();
-            Tensor { buffer: Arc::clone(&buffer), place: start..end, dtype: column.dtype(), shape }
+            let (field, start) = (&layout.fields()[index], places[index]);
+            let shape = [&[rows], field.shape()].concat();
+            let end = start + field.dtype().size() * shape.iter().product::<usize>();
+            Tensor { buffer: Arc::clone(&buffer), place: start..end, dtype: field.dtype(), shape }
         })
     }
 }
 
-/// A column of a mini-batch: one stretch of memory, in the order of the rows, that belongs to it alone.
+/// A tensor of a mini-batch: one stretch of memory, in the order of the rows, that belongs to it alone.
 pub struct Tensor {
     buffer: Arc<Buffer>,
     place: Range<usize>,

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "lines are bytes, parts of them have owners, and a file is mapped")]
 
 use crate::{Error, Result};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::{
     fs::File,
     ops::Range,
@@ -102,19 +102,54 @@ impl Pool {
     }
 }
 
-/// A file as memory, to be read. What is not looked at costs nothing, and the system takes it back when it needs room.
+/// Memory of this process alone, zeroed when it is first looked at, and given back whole.
+pub(crate) struct Region(Mapping);
+
+impl Region {
+    pub(crate) fn new(bytes: usize) -> Result<Self> {
+        if bytes == 0 {
+            return Ok(Self(Mapping { address: 0, bytes, _file: None }));
+        }
+        let (may, flags) =
+            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: a new mapping, wherever the system wants it.
+        let mapped = unsafe { mmap_anonymous(null_mut(), bytes, may, flags) };
+        let address =
+            mapped.map_err(|error| Error::system("cannot have memory for rows", error))?;
+        // Rows are drawn from all over it. An advice that is refused costs speed only.
+        // SAFETY: the range was mapped above; an advice changes no content.
+        let _ = unsafe { madvise(address, bytes, Advice::LinuxHugepage) };
+        Ok(Self(Mapping { address: address as usize, bytes, _file: None }))
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.0.bytes == 0 {
+            return &mut [];
+        }
+        let bytes = slice_from_raw_parts_mut(self.0.address as *mut u8, self.0.bytes);
+        // SAFETY: mapped to be written for as long as `self`, and borrowed for as long.
+        unsafe { &mut *bytes }
+    }
+
+    /// From now on it is only read.
+    pub(crate) fn keep(self) -> Mapping {
+        self.0
+    }
+}
+
+/// Memory to be read, of a file or of a region. Of a file, what is not looked at costs nothing, and the system takes it back when it needs room.
 pub(crate) struct Mapping {
     address: usize,
     bytes: usize,
     /// Nobody else can open it, so that it stays as long as it is.
-    _file: File,
+    _file: Option<File>,
 }
 
 impl Mapping {
     /// Maps the first `bytes` of a file that has no name and that nobody writes any more.
     pub(crate) fn new(file: File, bytes: usize, random: bool) -> Result<Self> {
         if bytes == 0 {
-            return Ok(Self { address: 0, bytes, _file: file });
+            return Ok(Self { address: 0, bytes, _file: Some(file) });
         }
         // SAFETY: a new mapping, wherever the system wants it.
         let mapped =
@@ -124,7 +159,7 @@ impl Mapping {
         let advice = if random { Advice::Random } else { Advice::Normal };
         // SAFETY: the range was mapped above; an advice changes no content.
         let _ = unsafe { madvise(address, bytes, advice) };
-        Ok(Self { address: address as usize, bytes, _file: file })
+        Ok(Self { address: address as usize, bytes, _file: Some(file) })
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -132,7 +167,7 @@ impl Mapping {
             return &[];
         }
         let bytes = slice_from_raw_parts(self.address as *const u8, self.bytes);
-        // SAFETY: mapped for as long as `self`, and nobody writes to the file.
+        // SAFETY: mapped for as long as `self`, and nobody writes to the file or region.
         unsafe { &*bytes }
     }
 }

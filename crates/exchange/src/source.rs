@@ -4,9 +4,10 @@
 //! - SO-2: only the columns that are wanted are read, and no row group whose statistics say that none of its rows passes.
 
 use crate::{
-    Error, Filter, Result,
+    Error, Filter, Layout, Result,
     deal::{Dealt, Work, deal},
     filter,
+    pages::{Fit, Pages, Place},
     plan::Range,
 };
 use arrow_array::{RecordBatch, RecordBatchReader};
@@ -78,6 +79,7 @@ impl Format {
 }
 
 /// The files that these paths name, and those in folders, sorted; names with a dot or underscore in front are no data.
+/// Folders in a folder whose names are values of a column, such as `year=2024`, are an error.
 pub fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for path in paths {
@@ -113,6 +115,13 @@ fn look_into(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
             continue;
         }
         if path.is_dir() {
+            // Such a folder's name is a value of a column that its files do not have.
+            if path.file_name().is_some_and(|name| name.as_encoded_bytes().contains(&b'=')) {
+                let what = "columns in the names of folders are not read: name such folders themselves to do without \
+                            the column, or give a stream, such as pyarrow.dataset.dataset(folder, \
+                            partitioning=\"hive\").scanner().to_reader()";
+                return Err(Error::data(path.display().to_string(), what));
+            }
             look_into(&path, found)?;
         } else if Format::of(&path).is_some() {
             found.push(path);
@@ -163,6 +172,15 @@ pub(crate) struct Parquet {
     filters: Vec<Filter>,
 }
 
+/// Where packed rows go.
+pub(crate) trait Target {
+    /// Room for at least one row, and for no more than so many.
+    fn room(&mut self, rows: usize) -> Result<&mut [u8]>;
+
+    /// So many rows of it were filled in. Whether more are wanted.
+    fn filled(&mut self, rows: usize) -> Result<bool>;
+}
+
 /// What is read at a time.
 pub(crate) type Each<'a> = &'a mut dyn FnMut(RecordBatch, u64) -> Result<bool>;
 
@@ -204,6 +222,21 @@ impl Parquet {
     /// Rows of each unit.
     pub(crate) fn sizes(&self) -> Vec<u64> {
         self.units.iter().map(|unit| unit.rows).collect()
+    }
+
+    pub(crate) fn is_filtered(&self) -> bool {
+        !self.filters.is_empty()
+    }
+
+    /// All rows in their order, in ranges of at most `most`, so that several threads can read one row group. Which rows
+    /// pass filters is not known before they are read, so that with some a unit is one range.
+    pub(crate) fn ranges(&self, most: u64) -> Vec<Range> {
+        let cut = |(unit, rows): (usize, u64)| {
+            let step = if self.is_filtered() { rows.max(1) } else { most.max(1) };
+            let starts = (0..rows).step_by(step as usize);
+            starts.map(move |start| Range { unit, start, rows: step.min(rows - start) })
+        };
+        self.sizes().into_iter().enumerate().flat_map(cut).collect()
     }
 
     /// Leaves out units that cannot have a row that passes, and counts the rows of the others that do.
@@ -270,6 +303,81 @@ impl Parquet {
         deal("unit", units, 2, (0..threads).map(one).collect())
     }
 
+    /// Reads rows and packs them, `most` at a time. Whether more are wanted.
+    pub(crate) fn pack(
+        &self,
+        range: Range,
+        layout: &Layout,
+        columns: &[String],
+        most: usize,
+        target: &mut dyn Target,
+    ) -> Result<bool> {
+        let mut rest = range;
+        if let Some(mut pages) = self.pages(range, layout)? {
+            while rest.rows > 0 {
+                let room = target.room(most.min(rest.rows as usize))?;
+                let rows = room.len() / layout.width();
+                let failed = |error| self.broken(range.unit, &error);
+                if pages.fill(room).map_err(failed)? == Fit::Unfit {
+                    break;
+                }
+                (rest.start, rest.rows) = (rest.start + rows as u64, rest.rows - rows as u64);
+                if !target.filled(rows)? {
+                    return Ok(false);
+                }
+            }
+        }
+        let mut wanted = true;
+        if rest.rows > 0 {
+            self.read(rest.unit, columns, Some(rest), most, &mut |batch, first| {
+                let mut taken = 0;
+                while taken < batch.num_rows() && wanted {
+                    let room = target.room(batch.num_rows() - taken)?;
+                    let rows = room.len() / layout.width();
+                    layout.pack(&batch.slice(taken, rows), first + taken as u64, room)?;
+                    wanted = target.filled(rows)?;
+                    taken += rows;
+                }
+                rest.rows -= taken as u64;
+                Ok(wanted)
+            })?;
+        }
+        match !wanted || rest.rows == 0 {
+            true => Ok(wanted),
+            false => Err(Error::Internal("there are fewer rows than were counted")),
+        }
+    }
+
+    /// The pages of a range, if all its columns can go straight from them into rows.
+    fn pages(&self, range: Range, layout: &Layout) -> Result<Option<Pages>> {
+        let unit = self.units.get(range.unit).ok_or(Error::Internal("there is no such unit"))?;
+        let file = &self.files[unit.file];
+        let stored = layout.stored(file.metadata.schema()).filter(|_| !self.is_filtered());
+        let Some(stored) = stored.filter(|_| layout.width() > 0) else { return Ok(None) };
+        let leaves = file.metadata.parquet_schema().columns();
+        let mut places = Vec::with_capacity(stored.len());
+        for (name, place) in stored {
+            let Some(leaf) = leaves.iter().position(|leaf| leaf.path().parts() == [name]) else {
+                return Ok(None);
+            };
+            places.push(Place { leaf, offset: place.start, bytes: place.len() });
+        }
+        let opened = File::open(&file.path).map_err(|error| Error::open(&file.path, error))?;
+        let group = file.metadata.metadata().row_group(unit.group);
+        Pages::open(opened, group, &places, layout.width(), range.start as usize)
+            .map_err(|error| self.broken(range.unit, &error))
+    }
+
+    /// What cannot be read of a unit.
+    fn broken(&self, unit: usize, error: &dyn std::fmt::Display) -> Error {
+        let place = self
+            .units
+            .get(unit)
+            .map(|unit| format!("{}, row group {}", self.files[unit.file].name, unit.group));
+        let what = format!("it cannot be read ({error}): write the file again");
+        Error::data(place.unwrap_or_default(), what)
+    }
+
     /// Reads rows of a unit, or all, in parts of at most `most`, until `each` has enough. `each` gets the number of the
     /// first row within what passes of the unit, too.
     pub(crate) fn read(
@@ -280,14 +388,9 @@ impl Parquet {
         most: usize,
         each: Each<'_>,
     ) -> Result<()> {
+        let failed = |error: &dyn std::fmt::Display| self.broken(unit, error);
         let unit = self.units.get(unit).ok_or(Error::Internal("there is no such unit"))?;
         let file = &self.files[unit.file];
-        let failed = |error: &dyn std::fmt::Display| {
-            Error::data(
-                format!("{}, row group {}", file.name, unit.group),
-                format!("it cannot be read ({error}): write the file again"),
-            )
-        };
         let opened = File::open(&file.path).map_err(|error| Error::open(&file.path, error))?;
         let mut builder =
             ParquetRecordBatchReaderBuilder::new_with_metadata(opened, file.metadata.clone());

@@ -7,7 +7,7 @@ use arrow_array::{
     TimestampMicrosecondArray, types::Float32Type,
 };
 use deuteron_exchange::{
-    DType, Dataset, Fill, Filter, Operator, Options, Request, Source, Tensor, Value, files,
+    DType, Dataset, Fill, Filter, Group, Operator, Options, Request, Source, Tensor, Value, files,
     plan::{Order, Rest, Shuffle},
 };
 use parquet::{arrow::ArrowWriter, file::properties::WriterProperties};
@@ -58,10 +58,12 @@ fn options(shuffle: Shuffle) -> Options {
         rank: 0,
         columns: None,
         requests: Vec::new(),
+        groups: Vec::new(),
         filters: Vec::new(),
         refuse_nan: false,
         prefetch: 2,
         threads: Some(3),
+        memory: 1000,
         folder: None,
     }
 }
@@ -139,6 +141,77 @@ fn what_is_seen_is_what_the_plan_says() {
                 assert_eq!(seen, expected, "{order:?}, rank {rank} from step {step}");
             }
         }
+    }
+}
+
+#[test]
+fn threads_share_row_groups() {
+    let folder = Folder::new();
+    // Three row groups, and neither they nor windows end where parts do.
+    folder.parquet("a.parquet", &numbered(0..200_000), 90_000);
+    let all = Filter {
+        column: "id".into(),
+        operator: Operator::GreaterEqual,
+        values: vec![Value::Int(0)],
+    };
+    for shuffle in [Shuffle::None, Shuffle::Buffer(30_000), Shuffle::Full] {
+        for filters in [vec![], vec![all.clone()]] {
+            for (rank, step, memory) in [(0, 0, 0), (1, 0, 1 << 30), (1, 47, 1 << 30)] {
+                let order = Order { ranks: 2, batch: 1000, shuffle, rest: Rest::Drop, seed: 1 };
+                let filters = filters.clone();
+                let options = Options { order, rank, filters, memory, ..options(shuffle) };
+                let dataset = Dataset::open(paths(&[&folder.0]), options).unwrap();
+                let share = dataset.plan().share(rank, 1).unwrap();
+                let expected = (step * 1000..share.count()).map(|position| share.row(position));
+                let seen = dataset.epoch(1, step).unwrap().flat_map(|batch| {
+                    let tensors: Vec<Tensor> = batch.unwrap().into_tensors().collect();
+                    let ids = longs(&tensors[1]);
+                    let halves = floats(&tensors[0]);
+                    assert!(halves.iter().zip(&ids).all(|(half, &id)| *half == id as f32 / 2.0));
+                    ids
+                });
+                assert!(seen.eq(expected.map(|row| row as i64)), "{order:?}, rank {rank}");
+            }
+        }
+    }
+}
+
+#[test]
+fn groups_are_matrices() {
+    let names = StringArray::from(vec!["z", "y", "z", "x"]);
+    let columns: Vec<(&str, ArrayRef)> = vec![
+        ("a", Arc::new(Int64Array::from(vec![1, 2, 3, 4]))),
+        ("y", Arc::new(Float32Array::from(vec![0.5, 1.5, 2.5, 3.5]))),
+        ("text", Arc::new(names)),
+        ("b", Arc::new(Int64Array::from(vec![10, 20, 30, 40]))),
+    ];
+    let group = |name: &str, columns: &[&str]| Group {
+        name: name.into(),
+        columns: columns.iter().map(|&column| column.to_owned()).collect(),
+    };
+    let groups = vec![group("x", &["b", "text", "a"])];
+    let rows = batch(columns);
+    let dataset =
+        Dataset::open(stream(rows.clone()), Options { groups, ..options(Shuffle::None) }).unwrap();
+    let names: Vec<&str> = dataset.layout().fields().iter().map(|field| field.name()).collect();
+    assert_eq!(names, ["x", "y"]);
+    let made = dataset.epoch(0, 0).unwrap().next().unwrap().unwrap();
+    let tensors: Vec<Tensor> = made.into_tensors().collect();
+    assert_eq!(tensors[0].shape, [4, 3]);
+    assert_eq!(longs(&tensors[0]), [10, 2, 1, 20, 1, 2, 30, 2, 3, 40, 0, 4]);
+    assert_eq!(floats(&tensors[1]), [0.5, 1.5, 2.5, 3.5]);
+    for (groups, message) in [
+        (vec![group("y", &["a"])], "there are two tensors \"y\": name the group otherwise"),
+        (
+            vec![group("x", &["a", "y"])],
+            "group \"x\": column \"y\" is float32, and \"a\" is int64: name",
+        ),
+        (vec![group("x", &["a"]), group("z", &["a"])], "group \"x\": column \"a\" can be in one"),
+        (vec![group("x", &["c"])], "group \"x\": there is no column \"c\" among those"),
+        (vec![group("x", &[])], "group \"x\": it has no columns"),
+    ] {
+        let found = error(stream(rows.clone()), Options { groups, ..options(Shuffle::None) });
+        assert!(found.starts_with(message), "{found}");
     }
 }
 
@@ -296,6 +369,13 @@ fn what_is_wrong_with_data_is_said_with_its_place() {
     let columns = Some(vec!["sales".to_owned()]);
     let message = error(paths(&[&whole]), Options { columns, ..options(Shuffle::None) });
     assert_eq!(message, "there is no column \"sales\": there are half, id");
+    let hive = folder.0.join("hive");
+    fs::create_dir_all(hive.join("year=2024")).unwrap();
+    let message = files(&[hive]).unwrap_err().to_string();
+    assert!(
+        message.contains("year=2024: columns in the names of folders are not read"),
+        "{message}"
+    );
     let message = files(&[folder.0.join("none.parquet")]).unwrap_err().to_string();
     assert!(message.ends_with("none.parquet: there is no such file or folder"), "{message}");
     let message = error(stream(numbered(0..0)), options(Shuffle::Full));

@@ -7,7 +7,7 @@ use crate::{
 };
 use arrow_array::ffi_stream::{FFI_ArrowArrayStream, RecordBatchStreamReader};
 use deuteron_exchange::{
-    self as room, DType, Fill, Filter, Operator, Options, Request, Source, Value,
+    self as room, DType, Fill, Filter, Group, Operator, Options, Request, Source, Value,
     plan::{Order, Rest, Shuffle},
 };
 use pyo3::{ffi, prelude::*, types::PyCapsule};
@@ -92,8 +92,8 @@ pub(crate) struct Dataset(Arc<room::Dataset>);
 impl Dataset {
     #[new]
     #[pyo3(signature = (
-        paths, stream, *, batch_size, rank, size, shuffle, buffer, seed, rest, columns, described, filters, refuse_nan,
-        prefetch, threads, spool
+        paths, stream, *, batch_size, rank, size, shuffle, buffer, seed, rest, columns, described, groups, filters,
+        refuse_nan, prefetch, threads, memory, spool
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -112,10 +112,12 @@ impl Dataset {
         rest: &str,
         columns: Option<Vec<String>>,
         described: Vec<Described>,
+        groups: Vec<(String, Vec<String>)>,
         filters: Vec<(String, String, Vec<Literal>)>,
         refuse_nan: bool,
         prefetch: usize,
         threads: Option<usize>,
+        memory: u64,
         spool: Option<PathBuf>,
     ) -> PyResult<Self> {
         let shuffle = match shuffle {
@@ -140,10 +142,12 @@ impl Dataset {
             rank,
             columns,
             requests: requests.map_err(|error| exchange(&error))?,
+            groups: groups.into_iter().map(|(name, columns)| Group { name, columns }).collect(),
             filters: filters.map_err(|error| exchange(&error))?,
             refuse_nan,
             prefetch,
             threads,
+            memory,
             folder: spool,
         };
         let opened = match stream {
@@ -184,6 +188,13 @@ impl Dataset {
             .collect()
     }
 
+    /// Name, type and shape of each tensor of a mini-batch.
+    #[getter]
+    fn tensors(&self) -> Vec<(&str, &'static str, &[usize])> {
+        let fields = self.0.layout().fields().iter();
+        fields.map(|field| (field.name(), field.dtype().name(), field.shape())).collect()
+    }
+
     fn epoch(&self, epoch: u64, step: u64) -> PyResult<Batches> {
         let batches = self.0.epoch(epoch, step).map_err(|error| exchange(&error))?;
         Ok(Batches { batches: Mutex::new(batches), process: process::id() })
@@ -220,19 +231,19 @@ impl Batches {
 
 #[pymethods]
 impl Batches {
-    /// The columns of the next mini-batch as DLPack capsules; nothing after the last.
+    /// The tensors of the next mini-batch as DLPack capsules; nothing after the last.
     fn capsules<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyCapsule>>>> {
         let Some(batch) = self.wait(py)? else { return Ok(None) };
         batch.into_tensors().map(|tensor| capsule(py, tensor)).collect::<PyResult<_>>().map(Some)
     }
 
-    /// The columns of the next mini-batch as buffers of bytes; nothing after the last.
+    /// The tensors of the next mini-batch as buffers of bytes; nothing after the last.
     fn buffers(&self, py: Python<'_>) -> PyResult<Option<Vec<Bytes>>> {
         Ok(self.wait(py)?.map(|batch| batch.into_tensors().map(Bytes).collect()))
     }
 }
 
-/// A column of a mini-batch, writable, for as long as anybody looks at it.
+/// A tensor of a mini-batch, writable, for as long as anybody looks at it.
 #[pyclass(frozen, module = "deuteron._core")]
 pub(crate) struct Bytes(room::Tensor);
 
@@ -276,9 +287,8 @@ struct Managed {
     tensor: DlTensor,
     context: *mut c_void,
     release: Option<unsafe extern "C" fn(*mut Managed)>,
-    /// What the structure points to; behind it, so that others do not see it.
-    shape: Vec<i64>,
-    strides: Vec<i64>,
+    /// Shape, then strides, to which the structure points; behind it, so that others do not see it.
+    sizes: Vec<i64>,
     _tensor: room::Tensor,
 }
 
@@ -309,16 +319,19 @@ fn capsule(py: Python<'_>, tensor: room::Tensor) -> PyResult<Bound<'_, PyCapsule
         DType::Bool => (6, 8),
     };
     let data = tensor.pointer().cast().as_ptr();
-    let shape: Vec<i64> = tensor.shape.iter().map(|&size| size as i64).collect();
-    let mut strides = vec![1; shape.len()];
-    for index in (1..shape.len()).rev() {
-        strides[index - 1] = strides[index] * shape[index];
+    let dimensions = tensor.shape.len();
+    let mut sizes = vec![1; 2 * dimensions];
+    for index in (0..dimensions).rev() {
+        sizes[index] = tensor.shape[index] as i64;
+        if index > 0 {
+            sizes[dimensions + index - 1] = sizes[dimensions + index] * sizes[index];
+        }
     }
     let mut managed = Box::new(Managed {
         tensor: DlTensor {
             data,
             device: [CPU, 0],
-            dimensions: shape.len() as i32,
+            dimensions: dimensions as i32,
             code,
             bits: bits as u8,
             lanes: 1,
@@ -328,12 +341,11 @@ fn capsule(py: Python<'_>, tensor: room::Tensor) -> PyResult<Bound<'_, PyCapsule
         },
         context: null_mut(),
         release: Some(release),
-        shape,
-        strides,
+        sizes,
         _tensor: tensor,
     });
-    managed.tensor.shape = managed.shape.as_mut_ptr();
-    managed.tensor.strides = managed.strides.as_mut_ptr();
+    let (shape, strides) = managed.sizes.split_at_mut(dimensions);
+    (managed.tensor.shape, managed.tensor.strides) = (shape.as_mut_ptr(), strides.as_mut_ptr());
     let pointer = NonNull::from(Box::leak(managed)).cast();
     // SAFETY: the capsule owns what it points to until somebody takes it, and `forget` knows the difference.
     unsafe { PyCapsule::new_with_pointer_and_destructor(py, pointer, TENSOR, Some(forget)) }

@@ -14,7 +14,7 @@ Value = bool | int | float | str
 Filter = tuple[str, str, Value | Sequence[Value]]
 Batch = dict[str, Any]
 
-_OF_THE_ORDER = ("seed", "shuffle", "rows", "rest")
+_OF_THE_ORDER = ("seed", "shuffle", "buffer", "rows", "rest")
 
 
 class Column(NamedTuple):
@@ -54,12 +54,16 @@ class Loader:
     with ``nan="error"``. ``filters`` are conditions that all rows satisfy, such as ``("sales", ">", 0)``; a null or NaN
     satisfies none.
 
+    ``groups`` makes matrices of columns that have one type: ``groups={"weather": ["wind", "rain"]}`` puts a tensor
+    ``weather`` with two columns in the place of both, which is what a network wants and faster than many tensors.
+
     ``transform`` is called with every mini-batch, and what it returns is handed out. Mini-batches are tensors of
     PyTorch, or NumPy's arrays where PyTorch is not installed or ``library="numpy"``: memory of their own, without a
     copy.
 
-    ``prefetch`` mini-batches are made in advance by up to ``threads`` threads. What does not fit into memory lies in
-    the folder ``spool``, by default that of temporary files, in a file without a name.
+    ``prefetch`` mini-batches are made in advance by up to ``threads`` threads. All rows that are mixed, and those of a
+    stream, are kept in memory if they take no more than ``memory`` bytes; more lie in the folder ``spool``, by default
+    that of temporary files, in a file without a name.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Loader:
         batch_size: int = 1024,
         *,
         columns: Sequence[str] | Mapping[str, str | None] | None = None,
+        groups: Mapping[str, Sequence[str]] | None = None,
         filters: Sequence[Filter] = (),
         shuffle: Literal["full", "buffer"] | None = None,
         buffer: int = 65_536,
@@ -81,8 +86,9 @@ class Loader:
         nan: Literal["keep", "error"] = "keep",
         transform: Callable[[Batch], Any] | None = None,
         library: Literal["torch", "numpy"] | None = None,
-        prefetch: int = 2,
+        prefetch: int = 4,
         threads: int | None = None,
+        memory: int = 256 << 20,
         spool: str | os.PathLike[str] | None = None,
     ) -> None:
         if (rank is None) != (size is None):
@@ -94,6 +100,8 @@ class Loader:
             raise InvalidError(f"there is no rank {rank} among {size}")
         if threads is not None:
             _check(threads=threads)
+        if memory < 0:
+            raise InvalidError(f"memory must be at least 0 bytes, not {memory}")
         if nan not in ("keep", "error"):
             raise InvalidError(f'nan is "keep" or "error", not {nan!r}')
         if isinstance(columns, str):
@@ -101,7 +109,8 @@ class Loader:
         paths, stream = _opened(source)
         self._library = _library(library)
         self._transform = transform
-        self._order = {"seed": seed, "shuffle": shuffle, "rest": rest}
+        mixed = buffer if shuffle == "buffer" else None
+        self._order = {"seed": seed, "shuffle": shuffle, "buffer": mixed, "rest": rest}
         self._batch_size, self._rank, self._size = batch_size, rank, size
         self._data = _core.Dataset(
             paths,
@@ -116,14 +125,17 @@ class Loader:
             rest=rest,
             columns=None if columns is None else list(columns),
             described=_described(columns, fill or {}, categories or {}, tensors or {}),
+            groups=[(name, list(members)) for name, members in (groups or {}).items()],
             filters=[_filter(condition) for condition in filters],
             refuse_nan=nan == "error",
             prefetch=prefetch,
             threads=threads,
+            memory=memory,
             spool=None if spool is None else os.fspath(spool),
         )
         about = self._data.columns
         self._columns = {name: Column(dtype, tuple(shape), unit, names) for name, dtype, shape, unit, names in about}
+        self._tensors = [(name, dtype, (batch_size, *shape)) for name, dtype, shape in self._data.tensors]
         self._epoch = 0
         #: Where the iteration that began last is, and where the next begins.
         self._step = 0
@@ -180,6 +192,8 @@ class Loader:
         if not same:
             ranks = f"{then[1]} ranks with {then[0]} rows each, here it is {now[1]} with {now[0]}"
             raise InvalidError(f"the state is of another order: that of {ranks}")
+        if state["epoch"] < 0 or not 0 <= state["step"] <= len(self):
+            raise InvalidError(f"there is no step {state['step']} of {len(self)} in epoch {state['epoch']}")
         self._epoch, self._step = state["epoch"], state["step"]
         self._resume = self._step
 
@@ -187,10 +201,10 @@ class Loader:
         epoch, start, self._resume = self._epoch, self._resume, 0
         batches = self._data.epoch(epoch, start)
         self._step = start
-        names = list(self._columns)
+        names = [name for name, *_ in self._tensors]
         transform = self._transform
-        columns = self._torch(batches) if self._library == "torch" else self._numpy(batches)
-        for step, tensors in enumerate(columns, start + 1):
+        made = self._torch(batches) if self._library == "torch" else self._numpy(batches)
+        for step, tensors in enumerate(made, start + 1):
             self._step = step
             batch = dict(zip(names, tensors, strict=True))
             yield batch if transform is None else transform(batch)
@@ -207,11 +221,10 @@ class Loader:
     def _numpy(self, batches: _core.Batches) -> Iterator[Iterator[Any]]:
         import numpy
 
-        types = [(column.dtype, (self._batch_size, *column.shape)) for column in self._columns.values()]
         while (buffers := batches.buffers()) is not None:
             # That they are buffers, types can tell from Python 3.12 on only.
-            columns: Iterator[tuple[Any, tuple[str, tuple[int, ...]]]] = zip(buffers, types, strict=True)
-            yield (numpy.frombuffer(buffer, dtype).reshape(shape) for buffer, (dtype, shape) in columns)
+            tensors: Iterator[tuple[Any, tuple[str, str, tuple[int, ...]]]] = zip(buffers, self._tensors, strict=True)
+            yield (numpy.frombuffer(buffer, dtype).reshape(shape) for buffer, (_, dtype, shape) in tensors)
 
     def __repr__(self) -> str:
         place = f"rank {self._rank} of {self._size}"
