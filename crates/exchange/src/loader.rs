@@ -18,10 +18,7 @@ use std::{
     thread::available_parallelism, time::Instant,
 };
 
-/// Parts that a thread reads ahead.
-const AHEAD: usize = 2;
-/// Parts that a thread reads before it is the next one's turn, at most: threads that share a row group go through it
-/// once each.
+/// Parts that a thread reads before it is the next one's turn, and that it may be ahead: else only one would read.
 const TURN: usize = 8;
 /// More threads than this do not read faster.
 const THREADS: usize = 8;
@@ -170,7 +167,7 @@ impl Dataset {
         let threads = self.threads.min(turns.len()).max(1);
         let turns: Arc<[_]> = turns.into();
         // Parts of a window that was used up are those of the next.
-        let pool = Pool::new((rows.div_ceil(part) as usize).max(threads * AHEAD));
+        let pool = Pool::new((rows.div_ceil(part) as usize).max(threads * TURN));
         let one = |_| -> Work<Buffer> {
             let (parquet, layout, columns) =
                 (Arc::clone(parquet), Arc::clone(&self.layout), self.columns.clone());
@@ -180,7 +177,7 @@ impl Dataset {
                 turns[item as usize].read(&parquet, &layout, &columns, &pool, sink)
             })
         };
-        let parts = deal("read", turns.len() as u64, AHEAD, (0..threads).map(one).collect())?;
+        let parts = deal("read", turns.len() as u64, TURN, (0..threads).map(one).collect())?;
         let width = self.layout.width();
         Ok(Window { share, parts, rows, part, filled: Vec::new(), current: None, width })
     }

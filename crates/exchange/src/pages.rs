@@ -17,8 +17,10 @@ use parquet::{
 };
 use std::{fs::File, sync::Arc};
 
-/// Rows of which all columns are put before the next ones: what stays in a near cache.
-const BLOCK: usize = 1024;
+/// Bytes of rows of which all columns are put before the next ones: what stays in the nearest cache.
+const BLOCK: usize = 20 << 10;
+/// Most rows of a block.
+const MOST: usize = 1024;
 
 /// Whether rows were filled in, or have to go through Arrow.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -67,7 +69,9 @@ impl Pages {
 
     /// Fills in the next rows. What is unfit may have been written to in part.
     pub(crate) fn fill(&mut self, rows: &mut [u8]) -> Result<Fit> {
-        for rows in rows.chunks_mut(BLOCK * self.width.max(1)) {
+        // In eights, because that is how numbers are packed.
+        let block = (BLOCK / self.width.max(1)).clamp(8, MOST) / 8 * 8;
+        for rows in rows.chunks_mut(block * self.width.max(1)) {
             for column in &mut self.columns {
                 let fit = match column.bytes {
                     1 => column.put::<1>(rows, self.width)?,
@@ -104,6 +108,8 @@ struct Column {
     /// Where the next of them begin.
     at: usize,
     runs: Option<Runs>,
+    /// Places in the dictionary that were just read.
+    numbers: Vec<u32>,
 }
 
 impl Column {
@@ -134,6 +140,7 @@ impl Column {
             left: 0,
             at: 0,
             runs: None,
+            numbers: vec![0; MOST],
         }))
     }
 
@@ -215,11 +222,14 @@ impl Column {
                     return Ok(Fit::Unfit);
                 }
             }
-            let some = count.min(self.left);
+            let mut some = count.min(self.left);
             let page = self.page.as_ref().ok_or_else(|| broken("is missing"))?.buffer();
             match &mut self.runs {
                 None => self.at += some * self.stored,
-                Some(runs) => runs.each(page, &mut self.at, some, |_| Some(()))?,
+                Some(runs) => {
+                    some = some.min(MOST);
+                    runs.read(page, &mut self.at, &mut self.numbers[..some])?;
+                }
             }
             self.left -= some;
             count -= some;
@@ -228,35 +238,41 @@ impl Column {
     }
 
     /// Puts the next values into their place in rows.
-    fn put<const N: usize>(&mut self, rows: &mut [u8], width: usize) -> Result<Fit> {
-        let mut rows = rows.chunks_exact_mut(width);
-        while rows.len() > 0 {
+    fn put<const N: usize>(&mut self, mut rows: &mut [u8], width: usize) -> Result<Fit> {
+        while !rows.is_empty() {
             if self.turn()? == Fit::Unfit {
                 return Ok(Fit::Unfit);
             }
-            let some = rows.len().min(self.left);
+            let some = (rows.len() / width).min(self.left);
+            let (now, later) = rows.split_at_mut(some * width);
             let page = self.page.as_ref().ok_or_else(|| broken("is missing"))?.buffer();
-            let mut places = rows
-                .by_ref()
-                .take(some)
-                .filter_map(|row| row[self.offset..].first_chunk_mut::<N>());
             match &mut self.runs {
                 None => {
                     let end = self.at + some * self.stored;
                     let values = page.get(self.at..end).ok_or_else(|| broken("is too short"))?;
-                    let values = values.chunks_exact(self.stored).filter_map(<[u8]>::first_chunk);
-                    places.zip(values).for_each(|(place, value)| *place = *value);
+                    for (row, value) in
+                        now.chunks_exact_mut(width).zip(values.chunks_exact(self.stored))
+                    {
+                        row[self.offset..self.offset + N].copy_from_slice(&value[..N]);
+                    }
                     self.at = end;
                 }
                 Some(runs) => {
+                    let numbers = &mut self.numbers[..some];
+                    runs.read(page, &mut self.at, numbers)?;
                     let dictionary = self.dictionary.as_chunks::<N>().0;
-                    runs.each(page, &mut self.at, some, |index| {
-                        *places.next()? = *dictionary.get(index as usize)?;
-                        Some(())
-                    })?;
+                    let most = numbers.iter().copied().max().unwrap_or_default();
+                    if most as usize >= dictionary.len() {
+                        return Err(broken("names a value that its dictionary does not have"));
+                    }
+                    for (row, &number) in now.chunks_exact_mut(width).zip(&*numbers) {
+                        row[self.offset..self.offset + N]
+                            .copy_from_slice(&dictionary[number as usize]);
+                    }
                 }
             }
             self.left -= some;
+            rows = later;
         }
         Ok(Fit::Filled)
     }
@@ -330,90 +346,88 @@ impl Runs {
         Ok(())
     }
 
-    /// Calls `each` with the next numbers. It knows what is no place in its dictionary.
-    fn each(
-        &mut self,
-        page: &[u8],
-        at: &mut usize,
-        mut count: usize,
-        mut each: impl FnMut(u32) -> Option<()>,
-    ) -> Result<()> {
-        let outside = || broken("names a value that its dictionary does not have");
-        while count > 0 {
+    /// Reads the next numbers.
+    fn read(&mut self, page: &[u8], at: &mut usize, mut numbers: &mut [u32]) -> Result<()> {
+        while !numbers.is_empty() {
+            if let Run::Same { left: 0, .. } | Run::Packed { left: 0, .. } = self.run {
+                self.next(page, at)?;
+            }
+            let (Run::Same { left, .. } | Run::Packed { left, .. }) = self.run;
+            let (some, rest) = numbers.split_at_mut(left.min(numbers.len()));
             match &mut self.run {
-                Run::Same { left: 0, .. } | Run::Packed { left: 0, .. } => self.next(page, at)?,
                 Run::Same { value, left } => {
-                    let some = count.min(*left);
-                    (0..some).try_for_each(|_| each(*value)).ok_or_else(outside)?;
-                    (*left, count) = (*left - some, count - some);
+                    some.fill(*value);
+                    *left -= some.len();
                 }
                 Run::Packed { start, used, left } => {
-                    let some = count.min(*left);
-                    unpack(page, *start, *used, self.bits, some, &mut each)?.ok_or_else(outside)?;
-                    (*used, *left, count) = (*used + some, *left - some, count - some);
+                    let end = *start + ((*used + some.len()) * self.bits).div_ceil(8);
+                    let packed =
+                        page.get(*start..end).ok_or_else(|| broken("ends within a run"))?;
+                    unpack(packed, self.bits, *used, some);
+                    (*used, *left) = (*used + some.len(), *left - some.len());
                 }
             }
+            numbers = rest;
         }
         Ok(())
     }
 }
 
-/// Calls `each` with numbers of so many bits, the first of which is `first` numbers after a byte of a page.
-#[inline]
-fn unpack(
-    page: &[u8],
-    start: usize,
-    first: usize,
-    bits: usize,
-    count: usize,
-    each: &mut impl FnMut(u32) -> Option<()>,
-) -> Result<Option<()>> {
-    let end = start + ((first + count) * bits).div_ceil(8);
-    if end > page.len() {
-        return Err(broken("ends within a run"));
+/// Reads numbers of so many bits, from the number `first` on.
+fn unpack(packed: &[u8], bits: usize, first: usize, numbers: &mut [u32]) {
+    // Eight numbers fill whole bytes.
+    let head = numbers.len().min(first.next_multiple_of(8) - first);
+    let (head, numbers) = numbers.split_at_mut(head);
+    let one = |number: usize| {
+        let bytes = packed.get(number * bits / 8..).unwrap_or_default().iter().take(8);
+        let word = bytes.rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        (word >> (number * bits % 8) & ((1 << bits) - 1)) as u32
+    };
+    let (mut next, eights) =
+        (first + head.len(), bits.checked_sub(1).and_then(|at| EIGHTS.get(at)));
+    head.iter_mut().zip(first..).for_each(|(place, number)| *place = one(number));
+    let mut rest = numbers;
+    if let Some(eights) = eights {
+        let whole = rest.len() / 8 * 8;
+        let (some, others) = rest.split_at_mut(whole);
+        eights(&packed[(next * bits / 8).min(packed.len())..], some);
+        (next, rest) = (next + whole, others);
     }
-    let mask = (1_u64 << bits) - 1;
-    let mut number = first;
-    let last = first + count;
-    while number < last {
-        let bit = number * bits;
-        let bytes = &page[start + bit / 8..];
-        // Four numbers fit into one word, of which the first four bits may be of another.
-        if bits <= 15
-            && last - number >= 8
-            && let Some(low) = word_at(bytes, 0)
-            && let Some(high) = word_at(bytes, (bit % 8 + 4 * bits) / 8)
-            && bit.is_multiple_of(4)
-        {
-            let (low, high) = (low >> (bit % 8), high >> ((bit % 8 + 4 * bits) % 8));
-            for word in [low, high] {
-                for within in 0..4 {
-                    if each((word >> (within * bits) & mask) as u32).is_none() {
-                        return Ok(None);
-                    }
-                }
-            }
-            number += 8;
-            continue;
-        }
-        // A word holds the number, wherever in its first byte it begins.
-        let word = word_at(bytes, 0).unwrap_or_else(|| tail(bytes));
-        if each((word >> (bit % 8) & mask) as u32).is_none() {
-            return Ok(None);
-        }
-        number += 1;
-    }
-    Ok(Some(()))
+    rest.iter_mut().zip(next..).for_each(|(place, number)| *place = one(number));
 }
 
-fn word_at(bytes: &[u8], at: usize) -> Option<u64> {
-    bytes.get(at..)?.first_chunk().map(|word| u64::from_le_bytes(*word))
-}
+type Eights = fn(&[u8], &mut [u32]);
+/// By the number of bits, less one: with a width that the compiler knows, a number is a few instructions.
+const EIGHTS: [Eights; 16] = [
+    eights::<1>,
+    eights::<2>,
+    eights::<3>,
+    eights::<4>,
+    eights::<5>,
+    eights::<6>,
+    eights::<7>,
+    eights::<8>,
+    eights::<9>,
+    eights::<10>,
+    eights::<11>,
+    eights::<12>,
+    eights::<13>,
+    eights::<14>,
+    eights::<15>,
+    eights::<16>,
+];
 
-/// The last bytes of a page as a word.
-#[cold]
-fn tail(bytes: &[u8]) -> u64 {
-    bytes.iter().take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+/// Reads whole eights of numbers.
+fn eights<const BITS: usize>(packed: &[u8], numbers: &mut [u32]) {
+    let eights = numbers.as_chunks_mut::<8>().0.iter_mut();
+    for (eight, packed) in eights.zip(packed.as_chunks::<BITS>().0) {
+        for (within, number) in eight.iter_mut().enumerate() {
+            let (byte, shift) = (within * BITS / 8, within * BITS % 8);
+            let byte_at = |byte: usize| u32::from(if byte < BITS { packed[byte] } else { 0 });
+            let word = byte_at(byte) | byte_at(byte + 1) << 8 | byte_at(byte + 2) << 16;
+            *number = word >> shift & ((1 << BITS) - 1);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -425,7 +439,7 @@ mod tests {
         #[test]
         fn runs_are_what_was_written(
             bits in 1_usize..20, parts in prop::collection::vec((any::<bool>(), 1_usize..9, any::<u32>()), 1..9),
-            cut in 1_usize..7,
+            cut in 1_usize..40,
         ) {
             let (mut page, mut expected) = (Vec::new(), Vec::new());
             for (packed, count, seed) in parts {
@@ -449,17 +463,18 @@ mod tests {
             let mut runs = Runs { bits, run: Run::Same { value: 0, left: 0 } };
             let (mut at, mut found) = (0, Vec::new());
             while found.len() < expected.len() {
-                let some = cut.min(expected.len() - found.len());
-                runs.each(&page, &mut at, some, |number| { found.push(number); Some(()) }).unwrap();
+                let mut some = vec![0; cut.min(expected.len() - found.len())];
+                runs.read(&page, &mut at, &mut some).unwrap();
+                found.extend(some);
             }
             prop_assert_eq!(&found, &expected);
-            prop_assert!(runs.each(&page, &mut at, 1, |_| Some(())).is_err());
+            prop_assert!(runs.read(&page, &mut at, &mut [0]).is_err());
         }
 
         #[test]
         fn a_page_of_anything_is_no_panic(page in prop::collection::vec(any::<u8>(), 0..40), bits in 0_usize..33) {
             let mut runs = Runs { bits, run: Run::Same { value: 0, left: 0 } };
-            let _ = runs.each(&page, &mut 0, 100, |number| (number < 1000).then_some(()));
+            let _ = runs.read(&page, &mut 0, &mut [0; 100]);
             let _ = all_are_there(&page, 100);
         }
     }
