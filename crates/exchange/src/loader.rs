@@ -159,8 +159,8 @@ impl Dataset {
     fn window(&self, parquet: &Arc<Parquet>, share: Arc<Share>, step: u64) -> Result<Window> {
         let batch = self.plan.order().batch;
         let part = part(&self.layout) as u64;
-        // Rows that are not mixed are read together as if they were.
-        let rows = share.window().max(part / batch * batch);
+        // Small windows are read together.
+        let rows = share.window() * (part / share.window()).max(1);
         let start = (step * batch / rows * rows).min(share.count());
         // Which rows of a unit pass filters is known only after those before them were read.
         let turns = turns(&share, start, rows, part, parquet.is_filtered())?;
@@ -406,12 +406,11 @@ impl Window {
                 self.fill(start)?;
                 self.current = Some(start);
             }
-            let slots = position - start..position - start + maker.rows as u64;
+            let (first, mixed) = self.share.slots(position / self.share.window());
+            let slots = position - first..position - first + maker.rows as u64;
+            let read = |slot: u64| mixed.as_ref().map_or(slot, |mixed| mixed.at(slot));
             drawn.clear();
-            match self.share.slots(position / self.share.window()) {
-                (_, Some(mixed)) => drawn.extend(slots.map(|slot| mixed.at(slot))),
-                (_, None) => drawn.extend(slots),
-            }
+            drawn.extend(slots.map(|slot| first - start + read(slot)));
             let (part, width) = (self.part.ilog2(), self.width);
             let row = |slot: u64| {
                 let within = slot as usize & ((1 << part) - 1);
