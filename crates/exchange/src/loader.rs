@@ -64,7 +64,10 @@ pub struct Dataset {
     columns: Vec<String>,
     prefetch: usize,
     threads: usize,
+    /// Of mini-batches.
     pool: Arc<Pool>,
+    /// Of what is read for them.
+    parts: Arc<Pool>,
 }
 
 impl Dataset {
@@ -107,9 +110,14 @@ impl Dataset {
             },
         };
         let plan = Plan::new(&sizes, *order)?;
-        plan.share(*rank, 0)?;
+        let share = plan.share(*rank, 0)?;
         let pool = Pool::new(prefetch + THREADS);
-        Ok(Self { rows, layout, plan, rank: *rank, columns, prefetch: *prefetch, threads, pool })
+        // Parts of a window that was used up are those of the next, also in the next epoch.
+        let part = part(&layout) as u64;
+        let window = read_together(&share, part).min(share.count()).div_ceil(part) as usize;
+        let parts = Pool::new(window + threads * TURN);
+        let (rank, prefetch) = (*rank, *prefetch);
+        Ok(Self { rows, layout, plan, rank, columns, prefetch, threads, pool, parts })
     }
 
     /// The columns of its mini-batches.
@@ -159,20 +167,17 @@ impl Dataset {
     fn window(&self, parquet: &Arc<Parquet>, share: Arc<Share>, step: u64) -> Result<Window> {
         let batch = self.plan.order().batch;
         let part = part(&self.layout) as u64;
-        // Small windows are read together.
-        let rows = share.window() * (part / share.window()).max(1);
+        let rows = read_together(&share, part);
         let start = (step * batch / rows * rows).min(share.count());
         // Which rows of a unit pass filters is known only after those before them were read.
         let turns = turns(&share, start, rows, part, parquet.is_filtered())?;
         let threads = self.threads.min(turns.len()).max(1);
         let turns: Arc<[_]> = turns.into();
-        // Parts of a window that was used up are those of the next.
-        let pool = Pool::new((rows.div_ceil(part) as usize).max(threads * TURN));
         let one = |_| -> Work<Buffer> {
             let (parquet, layout, columns) =
                 (Arc::clone(parquet), Arc::clone(&self.layout), self.columns.clone());
             let turns = Arc::clone(&turns);
-            let pool = Arc::clone(&pool);
+            let pool = Arc::clone(&self.parts);
             Box::new(move |item, sink| {
                 turns[item as usize].read(&parquet, &layout, &columns, &pool, sink)
             })
@@ -181,6 +186,11 @@ impl Dataset {
         let width = self.layout.width();
         Ok(Window { share, parts, rows, part, filled: Vec::new(), current: None, width })
     }
+}
+
+/// Rows of which a window consists as it is read: small ones are read together.
+fn read_together(share: &Share, part: u64) -> u64 {
+    share.window() * (part / share.window()).max(1)
 }
 
 /// What one thread reads before it is the next one's turn: ranges, and the rows of each part that is made of them.

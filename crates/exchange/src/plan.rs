@@ -315,7 +315,10 @@ impl Permutation {
 
 /// `number` moved around a circle of `size` by an amount that `by` decides.
 fn shift(number: u64, by: u64, size: u64) -> u64 {
-    let amount = ((u128::from(mix(by)) * u128::from(size)) >> 64) as u64;
+    // Half of `mix` is enough, because keys are mixed, and the highest bits, which are the best, decide.
+    let by = by.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let by = (by ^ (by >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    let amount = ((u128::from(by) * u128::from(size)) >> 64) as u64;
     let moved = number + amount;
     if moved >= size { moved - size } else { moved }
 }
