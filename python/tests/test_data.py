@@ -312,6 +312,40 @@ def test_groups_are_matrices(folder: Path, shuffle: Any) -> None:
             Loader(folder / "0.parquet", 100, groups={name: members})
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"compression": "zstd", "data_page_version": "2.0", "data_page_size": 5000},
+        {"compression": "none", "use_dictionary": False, "data_page_size": 3000},
+        {"dictionary_pagesize_limit": 2000, "data_page_size": 3000},
+        {"use_dictionary": False, "use_byte_stream_split": True},
+    ],
+)
+def test_numbers_are_read_however_they_are_written(tmp_path: Path, way: dict[str, Any]) -> None:
+    rows = 30_000
+    random = numpy.random.default_rng(0)
+    types = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"]
+    columns = {f"{kind}": random.integers(0, 100, rows).astype(kind) for kind in types}
+    columns["runs"] = numpy.repeat(random.integers(-5, 5, rows // 100), 100)
+    columns["many"] = random.integers(-(2**62), 2**62, rows)
+    columns["id"] = numpy.arange(rows)
+    holes = pyarrow.array(numpy.arange(rows), mask=numpy.arange(rows) == 20_001)
+    for name, table in (("whole", pyarrow.table(columns)), ("holes", pyarrow.table({**columns, "holes": holes}))):
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(table, path, row_group_size=14_000, **way)
+        expected = {**columns, "holes": holes.fill_null(-1).to_numpy()}
+        for shuffle, memory in (("full", 0), ("full", 1 << 30), ("buffer", 0), (None, 0)):
+            seen = []
+            fill = {"holes": -1} if name == "holes" else {}
+            for batch in Loader(path, 1000, shuffle=shuffle, buffer=9000, memory=memory, fill=fill, library="numpy"):
+                seen.append(batch["id"])
+                for column, values in batch.items():
+                    assert values.dtype == expected[column].dtype
+                    assert numpy.array_equal(values, expected[column][batch["id"]]), (column, shuffle)
+            assert numpy.array_equal(numpy.sort(numpy.concatenate(seen)), numpy.arange(rows))
+
+
 def test_a_fork_does_not_wait_for_threads_that_it_does_not_have(folder: Path) -> None:
     batches = iter(Loader(folder, 10))
     next(batches)
