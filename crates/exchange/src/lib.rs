@@ -1,7 +1,7 @@
 //! Record batches reach tasks, and tensors, without rows and without copies.
 //!
 //! A [`Source`] names the rows, [`Dataset`] opens it for one rank, and [`Batches`] are its mini-batches of one epoch.
-//! Which rank sees which row at which step is a pure function ([`plan`]). A column of a mini-batch is one stretch of
+//! Which rank sees which row at which step is a pure function ([`plan`]). A tensor of a mini-batch is one stretch of
 //! memory that whoever gets it owns ([`Tensor`]).
 //!
 //! - EX-1: a row whose columns all have a fixed width is kept as that many bytes ([`Layout`]): to draw a row at random is

@@ -137,7 +137,8 @@ impl Region {
     }
 }
 
-/// Memory to be read, of a file or of a region. Of a file, what is not looked at costs nothing, and the system takes it back when it needs room.
+/// Memory to be read, of a file or of a region. Of a file, what is not looked at costs nothing, and the system takes it
+/// back when it needs room.
 pub(crate) struct Mapping {
     address: usize,
     bytes: usize,

@@ -1,7 +1,7 @@
 //! Values of Parquet's pages, straight into packed rows.
 //!
 //! A column of numbers without nulls, as common writers store it, needs no Arrow array on its way: its pages hold either
-//! the values or runs of their places in a dictionary. Whatever is stored in another way is [`Unfit`] and goes through
+//! the values or runs of their places in a dictionary. Whatever is stored in another way is [`Fit::Unfit`] and goes through
 //! Arrow.
 //!
 //! - PA-1: a page may hold anything: what does not make sense is an error, and nothing is read or written outside.
