@@ -5,6 +5,10 @@ usage: python -m rossmann.generate FOLDER [--stores 1115] [--days 942] [--seed 0
 Sales follow what the real ones follow: the store, the weekday, the promotion, the season, the growth of the state,
 holidays and the days around them, pay days, competitors, weather and interest on the web, and noise. Stores close on
 Sundays and holidays, some for half a year; competition and promotion dates are missing where the real ones are.
+
+How strong each of these is does not depend on the seed, which only draws the stores, the weather, the interest on the
+web and the noise: else a season that happens to be strong would make one seed much easier than another. Summers and
+schools are those of the states (SEASONS).
 """
 
 from __future__ import annotations
@@ -40,6 +44,21 @@ STATES = [
     ("SchleswigHolstein", "SH", "SH", 115),
     ("Thueringen", "TH", "TH", 80),
 ]
+# By state: what summer adds, and what school holidays add. At the sea summer is the season, in large cities people leave.
+SEASONS = {
+    "BW": (-0.06, 0.05),
+    "BY": (0.06, 0.09),
+    "BE": (-0.12, 0.03),
+    "HH": (-0.08, 0.07),
+    "HE": (-0.10, 0.05),
+    "HB,NI": (0.08, 0.08),
+    "NW": (-0.09, 0.06),
+    "RP": (0.05, 0.04),
+    "SN": (0.04, 0.09),
+    "ST": (-0.05, 0.03),
+    "SH": (0.14, 0.10),
+    "TH": (0.07, 0.08),
+}
 EASTER = {2013: date(2013, 3, 31), 2014: date(2014, 4, 20), 2015: date(2015, 4, 5)}
 # Sunday is the last: its stores are of type b.
 WEEKDAYS = np.array([0.16, 0.02, -0.03, 0.0, 0.05, -0.08, 0.10])
@@ -157,9 +176,9 @@ def _shops(random: np.random.Generator, stores: int) -> dict[str, np.ndarray]:
         "_rebuilt": _some(random, stores, 180),
         "_in_test": _some(random, stores, 856),
         "_sundays": (kind == 1) | (random.random(stores) < 0.008),
-        "_growth": random.normal(0.04, 0.07, len(STATES))[state] + random.normal(0, 0.02, stores),
-        "_summer": random.normal(0, 0.13, len(STATES))[state],
-        "_school": random.normal(0.10, 0.10, len(STATES))[state],
+        "_growth": random.normal(0.03, 0.02, len(STATES))[state] + random.normal(0, 0.01, stores),
+        "_summer": np.array([SEASONS.get(name, (0.0, 0.05))[0] for _, name, *_ in STATES])[state],
+        "_school": np.array([SEASONS.get(name, (0.0, 0.05))[1] for _, name, *_ in STATES])[state],
     }
 
 
@@ -238,11 +257,12 @@ def _write_sales(
     log = log + promo * column["_promo"] * (1 + 0.25 * (calendar.weekday == 1))
     # Seasons: Christmas, and a summer that is good in some states and bad in others.
     log += 0.45 * np.exp(-np.maximum(0, 358 - calendar.year_day) / 9) * (calendar.year_day <= 358)
-    log += (column["_summer"] - 0.10) * np.cos(2 * np.pi * (calendar.year_day - 225) / 365.25)
+    log += column["_summer"] * np.cos(2 * np.pi * (calendar.year_day - 225) / 365.25)
     log += column["_growth"] * calendar.years
-    log += np.where((calendar.day <= 3) | (calendar.day >= 29), 0.10, -0.02)
+    # Wages come at the end of the month, and last until its middle.
+    log += 0.08 * np.cos(2 * np.pi * (calendar.day - 1) / 30)
     log += (
-        0.22 * np.exp(-(_nearest(is_holiday, True) - 1) / 1.5)[state] - 0.10 * (_nearest(is_holiday, False) <= 2)[state]
+        0.18 * np.exp(-(_nearest(is_holiday, True) - 1) / 1.5)[state] - 0.06 * (_nearest(is_holiday, False) <= 2)[state]
     )
     log += column["_school"] * school[state]
     # A competitor takes more the nearer it is, and all of that after half a year.
@@ -253,7 +273,7 @@ def _write_sales(
         ]
     )[:, None]
     share = np.clip((calendar.numbers - opened) / 180, 0, 1) * (opened > 0)
-    log -= 0.35 * np.exp(-np.nan_to_num(column["distance"], nan=1e5) / 4000) * share
+    log -= 0.25 * np.exp(-np.nan_to_num(column["distance"], nan=1e5) / 4000) * share
     started = np.array(
         [
             date(int(year), 1, 1).toordinal() + (int(week) - 1) * 7 if year == year else 10**9
@@ -263,13 +283,13 @@ def _write_sales(
     log += 0.10 * ((calendar.month % 3 == (column["interval"] + 1) % 3) & (calendar.numbers >= started))
     since = calendar.numbers - WEATHER_FROM.toordinal()
     temperature = weather["Mean_TemperatureC"][:, since][state]
-    log += np.where(column["assortment"] == 2, 0.013, -0.005) * (temperature - 10)
-    log -= 0.07 * (weather["Events"][:, since][state] == 0)
+    log += np.where(column["assortment"] == 2, 0.006, -0.003) * (temperature - 10)
+    log -= 0.06 * (weather["Events"][:, since][state] == 0)
     week = (calendar.numbers - TREND_FROM.toordinal()) // 7
     # The files join on the ISO week, which begins a day later than the trend's.
     week = np.where(calendar.weekday == 7, week, week + 1)
-    log += 0.014 * (trends[:, np.clip(week, 0, TREND_WEEKS - 1)][state] - 62)
-    log += random.normal(0, 0.06, (stores, days))
+    log += 0.006 * (trends[:, np.clip(week, 0, TREND_WEEKS - 1)][state] - 62)
+    log += random.normal(0, 0.07, (stores, days))
 
     sales = np.where(closed | (random.random((stores, days)) < 5e-5), 0, np.round(np.exp(log))).astype(np.int64)
     customers = np.round(sales / np.exp(random.normal(2.2, 0.12, (stores, days)))).astype(np.int64)
