@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import deuteron
+import pyarrow.parquet as pq
+import torch
 from tqdm import tqdm
 
+
 from rossmann import generate, plot, predict
-from rossmann.data import Rows
 from rossmann.engines import DataFusion, Engine, Spark
-from rossmann.prepare import Prepared, prepare
-from rossmann.tables import BadInputError, headers
-from rossmann.train import Options, Trained, train
+from rossmann.prepare import STEPS, Prepared, prepare
+from rossmann.tables import TABLES, BadInputError, headers
+from rossmann.train import Options, Trained, load, train
 
 #: Stores of the demo: a few minutes on two cores.
 DEMO = 100
@@ -40,8 +43,11 @@ def main() -> None:
     arguments = parse()
     try:
         pipeline(arguments)
-    except (BadInputError, deuteron.errors.InvalidError) as error:
+    except (BadInputError, deuteron.errors.InvalidError, OSError) as error:
         sys.exit(f"rossmann: {error}")
+    except KeyboardInterrupt:
+        # As the shell has it: 128 and the number of the signal.
+        sys.exit(130)
 
 
 def pipeline(arguments: argparse.Namespace) -> None:
@@ -57,10 +63,10 @@ def pipeline(arguments: argparse.Namespace) -> None:
         data = arguments.data
         if data is None:
             data = Path(folder)
-            with timed("generate", times):
-                generate.generate(data, arguments.size, seed=arguments.seed)
-        with timed("prepare", times):
-            prepared = prepare(engine, data, out / "features")
+            with timed("generate", times), bar("generate", len(TABLES), "file") as moved:
+                generate.generate(data, arguments.size, seed=arguments.seed, told=lambda _: moved(1))
+        with timed("prepare", times), bar("prepare", len(STEPS), "step") as moved:
+            prepared = prepare(engine, data, out / "features", told=lambda _: moved(1))
     print(", ".join(f"{part}: {rows:,} rows" for part, rows in prepared.rows.items()))
 
     options = Options(
@@ -76,24 +82,25 @@ def pipeline(arguments: argparse.Namespace) -> None:
         trained = train_on(run, arguments.num_proc, prepared, options, out / "checkpoint.pt")
     if not trained.checkpoint:
         sys.exit(f"rossmann: {trained.ended}: try a smaller --learning-rate")
-    with timed("predict", times):
-        parts = run(
-            predict.score, args=(str(out / "features" / "test"), trained.checkpoint), num_proc=arguments.num_proc
-        )
-        rows = predict.write_submission(out / "submission.csv", parts)
+    with timed("predict", times), bar("predict", prepared.rows["test"], "row") as moved:
+        place = (out / "features" / "test", trained.checkpoint, arguments.num_proc)
+        scored = predict.here(*place) if isinstance(engine, DataFusion) else predict.on_spark(engine.session, *place)
+        rows = predict.write_submission(out / "submission.csv", scored, moved)
     with timed("plot", times):
-        validation = Rows.load(out / "features" / "validation")
-        predicted = predict.sales(trained.checkpoint, validation)
+        validation = pq.read_table(out / "features" / "validation")
+        predicted = predict.sales(validation, load(trained.checkpoint))
         median = predict.baseline(out / "features")
         plot.learning_curve(out / "learning_curve", trained.history, median)
-        plot.predicted_against_actual(out / "predicted", predicted, validation.sales)
+        plot.predicted_against_actual(out / "predicted", predicted, validation["Sales"].to_numpy())
     summary(arguments.out, times, trained, median, rows)
 
 
 def places(spark: str | None) -> tuple[Engine, Callable[..., list[Any]]]:
     """Where data is prepared, and what starts ranks there."""
     if spark is None:
-        return DataFusion(), deuteron.run
+        # One accelerator for each rank, if there are so many.
+        wanted = {"accelerator": "/gpu", "required": False} if torch.cuda.is_available() else {}
+        return DataFusion(), partial(deuteron.run, **wanted)
     import cloudpickle
     from deuteron.spark import run
 
@@ -140,6 +147,13 @@ class Progress:
         if self.rest:
             self.bar.write(self.rest)
         self.bar.close()
+
+
+@contextmanager
+def bar(part: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
+    """A bar of a part; what it gives moves it by so many."""
+    with tqdm(total=total, unit=unit, desc=part, dynamic_ncols=True, disable=None) as progress:
+        yield progress.update
 
 
 @contextmanager

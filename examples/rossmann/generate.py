@@ -14,6 +14,7 @@ schools are those of the states (SEASONS).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -21,6 +22,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from pyarrow import csv
+
+#: Values by column of a file.
+Columns = dict[str, object]
 
 STORES, DAYS = 1115, 942
 LAST, TEST_DAYS = date(2015, 7, 31), 48
@@ -81,8 +85,13 @@ class Calendar:
         self.is_test = self.numbers > LAST.toordinal()
 
 
-def generate(folder: Path, stores: int = STORES, days: int = DAYS, seed: int = 0) -> None:
-    """Writes the seven files; ``days`` are those of train, the last ones."""
+def generate(
+    folder: Path, stores: int = STORES, days: int = DAYS, seed: int = 0, told: Callable[[str], object] = str
+) -> None:
+    """Writes the seven files; ``days`` are those of train, the last ones.
+
+    :param told: is called with the name of each file when it is written
+    """
     if stores < 2 or not 400 <= days <= DAYS:
         raise ValueError(f"stores={stores}, days={days}: there are at least 2 stores, and from 400 to {DAYS} days")
     random = np.random.default_rng(seed)
@@ -91,10 +100,15 @@ def generate(folder: Path, stores: int = STORES, days: int = DAYS, seed: int = 0
     weather, trends, country = _weather(random), _trends(random), _walk(random, TREND_WEEKS, 70, 3)
     shops = _shops(random, stores)
     holiday, school = _holidays(calendar), _school(calendar)
-    _write_weather(folder, weather)
-    _write_trends(folder, trends, country)
-    _write_stores(folder, shops)
-    _write_sales(folder, random, calendar, shops, holiday, school, weather, trends)
+    files = {
+        **_weather_file(weather),
+        **_trend_file(trends, country),
+        **_store_files(shops),
+        **_sales_files(random, calendar, shops, holiday, school, weather, trends),
+    }
+    for name, columns in files.items():
+        csv.write_csv(pa.table(columns), folder / f"{name}.csv")
+        told(f"{name}.csv")
 
 
 def _walk(random: np.random.Generator, length: int, mean: float, step: float) -> np.ndarray:
@@ -235,8 +249,7 @@ def _nearest(flags: np.ndarray, ahead: bool) -> np.ndarray:
     return result
 
 
-def _write_sales(
-    folder: Path,
+def _sales_files(
     random: np.random.Generator,
     calendar: Calendar,
     shops: dict[str, np.ndarray],
@@ -244,8 +257,8 @@ def _write_sales(
     school: np.ndarray,
     weather: dict[str, np.ndarray],
     trends: np.ndarray,
-) -> None:
-    """train.csv and test.csv; arrays are stores by days."""
+) -> dict[str, Columns]:
+    """train and test; arrays are stores by days."""
     state, kind, stores, days = shops["state"], shops["kind"], shops["state"].size, len(calendar.days)
     column = {name: values[:, None] for name, values in shops.items()}
     promo = (((calendar.numbers - 1) // 7) % 2 == 0) & (calendar.weekday <= 5)
@@ -303,7 +316,7 @@ def _write_sales(
     in_test = calendar.is_test[day] & shops["_in_test"][store]
     names = np.array([day.isoformat() for day in calendar.days])
 
-    def columns(chosen: np.ndarray) -> dict[str, object]:
+    def columns(chosen: np.ndarray) -> Columns:
         at_day, at_store = day[chosen], store[chosen]
         return {
             "Store": at_store + 1,
@@ -317,24 +330,21 @@ def _write_sales(
             "SchoolHoliday": school[state[at_store], at_day].astype(np.int64),
         }
 
-    _write(folder / "train.csv", columns(in_train))
     test = columns(in_test)
     del test["Sales"], test["Customers"]
     unknown = random.random(in_test.sum()) < 11 / 41088
-    _write(
-        folder / "test.csv",
-        {"Id": np.arange(1, in_test.sum() + 1)} | test | {"Open": pa.array(test["Open"], mask=unknown)},
-    )
+    test = {"Id": np.arange(1, in_test.sum() + 1)} | test | {"Open": pa.array(test["Open"], mask=unknown)}
+    return {"train": columns(in_train), "test": test}
 
 
-def _write_weather(folder: Path, weather: dict[str, np.ndarray]) -> None:
+def _weather_file(weather: dict[str, np.ndarray]) -> dict[str, Columns]:
     states, days = weather["Events"].shape
     dates = [(WEATHER_FROM + timedelta(day)).isoformat() for day in range(days)]
     flat = {name: values.ravel() for name, values in weather.items()}
     mean, wind = flat["Mean_TemperatureC"], flat["Max_Wind_SpeedKm_h"]
     whole = {name: _whole(values) for name, values in flat.items() if name not in ("Events", "Precipitationmm")}
     pressure = np.round(1016 + 6 * np.sin(np.arange(mean.size) / 5))
-    columns: dict[str, object] = {
+    columns: Columns = {
         "file": np.repeat([name for name, *_ in STATES], days),
         "Date": np.tile(dates, states),
         "Max_TemperatureC": whole["Max_TemperatureC"],
@@ -360,10 +370,10 @@ def _write_weather(folder: Path, weather: dict[str, np.ndarray]) -> None:
         "Events": [EVENTS[event] if event >= 0 else None for event in flat["Events"]],
         "WindDirDegrees": (np.arange(mean.size) * 37) % 361,
     }
-    _write(folder / "weather.csv", columns)
+    return {"weather": columns}
 
 
-def _write_trends(folder: Path, trends: np.ndarray, country: np.ndarray) -> None:
+def _trend_file(trends: np.ndarray, country: np.ndarray) -> dict[str, Columns]:
     starts = [TREND_FROM + timedelta(7 * week) for week in range(TREND_WEEKS)]
     weeks = [f"{start.isoformat()} - {(start + timedelta(6)).isoformat()}" for start in starts]
     rows = [(f"Rossmann_DE_{suffix}", trends[index]) for index, (_, _, suffix, _) in enumerate(STATES) if suffix]
@@ -373,10 +383,10 @@ def _write_trends(folder: Path, trends: np.ndarray, country: np.ndarray) -> None
         "week": weeks * len(rows),
         "trend": np.concatenate([values for _, values in rows]).astype(np.int64),
     }
-    _write(folder / "googletrend.csv", columns)
+    return {"googletrend": columns}
 
 
-def _write_stores(folder: Path, shops: dict[str, np.ndarray]) -> None:
+def _store_files(shops: dict[str, np.ndarray]) -> dict[str, Columns]:
     numbers = np.arange(1, shops["state"].size + 1)
     intervals = ["Jan,Apr,Jul,Oct", "Feb,May,Aug,Nov", "Mar,Jun,Sept,Dec"]
     store = {
@@ -391,20 +401,18 @@ def _write_stores(folder: Path, shops: dict[str, np.ndarray]) -> None:
         "Promo2SinceYear": _whole(shops["promo2_year"]),
         "PromoInterval": [intervals[index] if index >= 0 else None for index in shops["interval"]],
     }
-    _write(folder / "store.csv", store)
     names = np.array([state for _, state, *_ in STATES])
-    _write(folder / "store_states.csv", {"Store": numbers, "State": names[shops["state"]]})
-    _write(folder / "state_names.csv", {"StateName": [name for name, *_ in STATES], "State": names})
+    return {
+        "store": store,
+        "store_states": {"Store": numbers, "State": names[shops["state"]]},
+        "state_names": {"StateName": [name for name, *_ in STATES], "State": names},
+    }
 
 
 def _whole(values: np.ndarray) -> pa.Array:
     """Whole numbers, null where there is none."""
     missing = np.isnan(values)
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
-
-
-def _write(path: Path, columns: dict[str, object]) -> None:
-    csv.write_csv(pa.table(columns), path)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Sales of the test rows, by all ranks at once, and the submission file; and the baseline to be better than.
+"""Sales of the test rows, by several processes at once, and the submission file; and the baseline to be better than.
 
 A category that the model has not seen (a new store, another weather) has the embedding zero: the prediction rests on
 the other columns.
@@ -6,43 +6,69 @@ the other columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import deuteron
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from .data import Rows, in_order
-from .train import load, write_whole
+from .files import write_whole
+from .train import Network, load, tensors
 
 #: Who sells when: what the median is taken over.
 GROUP = ["Store", "DayOfWeek", "Promo"]
+#: Rows that are scored at a time.
+BATCH = 4096
 
 
-def score(folder: str, checkpoint: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """What every rank calls: ids and sales of its share of the rows in ``folder``."""
-    task = deuteron.context()
-    rows = Rows.load(Path(folder), task.rank, task.size)
-    return rows.ids, sales(checkpoint, rows)
+def score(batch: pa.RecordBatch, model: Network) -> pa.RecordBatch:
+    """Id and sales of every row."""
+    return pa.RecordBatch.from_pydict({"Id": batch["Id"], "Sales": sales(batch, model)})
 
 
-def sales(checkpoint: bytes, rows: Rows) -> np.ndarray:
+def sales(batch: pa.RecordBatch, model: Network) -> np.ndarray:
     """What the model expects."""
-    model = load(checkpoint)
     with torch.no_grad():
-        parts = [
-            model(categorical, continuous).exp().numpy()
-            for categorical, continuous, _ in in_order(rows, batch_size=4096)
-        ]
-    return np.concatenate(parts) if parts else np.empty(0, np.float32)
+        return model(tensors(batch, torch.device("cpu"))).exp().numpy()
 
 
-def write_submission(path: Path, parts: list[tuple[np.ndarray, np.ndarray]]) -> int:
-    """Id and Sales, sorted by Id; whole or not at all. Returns the number of rows."""
-    ids, predicted = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    order = np.argsort(ids, kind="stable")
-    lines = [f"{number},{value:.2f}\n" for number, value in zip(ids[order], predicted[order], strict=True)]
+def here(folder: Path, checkpoint: bytes, num_proc: int) -> Iterator[pa.RecordBatch]:
+    """Ids and sales of the rows in ``folder``, by processes of this machine, each of which loads the model once."""
+    rows = pq.read_table(folder)
+    return iter(deuteron.map_batches(score, rows, num_proc, setup=partial(load, checkpoint), batch_size=BATCH))
+
+
+def on_spark(session: Any, folder: Path, checkpoint: bytes, num_proc: int) -> Iterator[pa.RecordBatch]:
+    """The same by tasks of Spark's."""
+    import deuteron.spark
+
+    rows = session.read.parquet(str(folder))
+    for part in deuteron.spark.barrier(rows, num_proc).map_partitions(score_partition, args=(checkpoint,)):
+        yield from part
+
+
+def score_partition(partition: Iterable[pa.RecordBatch], checkpoint: bytes) -> list[pa.RecordBatch]:
+    """What each of them does with its share."""
+    model = load(checkpoint)
+    return [score(batch, model) for batch in partition]
+
+
+def write_submission(path: Path, scored: Iterable[pa.RecordBatch], told: Callable[[int], object] | None = None) -> int:
+    """Id and Sales, sorted by Id; whole or not at all. Returns the number of rows.
+
+    :param told: is called with the number of rows of each batch that has come
+    """
+    found: list[tuple[int, float]] = []
+    for batch in scored:
+        found += zip(batch["Id"].to_pylist(), batch["Sales"].to_pylist(), strict=True)
+        if told is not None:
+            told(batch.num_rows)
+    lines = [f"{number},{value:.2f}\n" for number, value in sorted(found)]
     write_whole(path, "".join(["Id,Sales\n", *lines]).encode())
     return len(lines)
 

@@ -7,16 +7,14 @@ other row is lost or doubled, or the error says at which join.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .engines import Engine
+from .files import whole_folder
 from .tables import CATEGORICAL, CONTINUOUS, TABLES, WORDS, BadInputError, headers
 
 #: Joins in their order, with the files that must have a row for each day of each store.
@@ -52,22 +50,36 @@ class Prepared:
         return Prepared(folder=str(folder), **json.loads((folder / "metadata.json").read_text()))
 
 
-def prepare(engine: Engine, data: Path, folder: Path, vocabulary: dict[str, list[Any]] | None = None) -> Prepared:
+#: What ``prepare`` tells, one after the other.
+STEPS = ["files are read", "rows are joined", "categories are numbered", "train", "validation", "test"]
+
+
+def prepare(
+    engine: Engine,
+    data: Path,
+    folder: Path,
+    vocabulary: dict[str, list[Any]] | None = None,
+    told: Callable[[str], object] = str,
+) -> Prepared:
     """Reads the files in ``data`` and writes ``train``, ``validation`` and ``test`` in ``folder``.
 
     :param vocabulary: that of a model which is to predict; if not said, the values that occur in train and test
+    :param told: is called with each of ``STEPS`` when it is done
     """
     read(engine, data)
+    told("files are read")
     for name, query in steps().items():
         if name == "features":
             check_rows(engine)
             engine.keep(name, query)
         else:
             engine.view(name, query)
+    told("rows are joined")
     words = vocabulary or vocabularies(engine)
     for column, values in words.items():
         engine.table(f"vocabulary_{column.lower()}", {"value": values, "position": list(range(len(values)))})
     engine.keep("encoded", encoding(words))
+    told("categories are numbered")
 
     first, last = one(
         engine, "SELECT min(DayNumber) AS first, max(DayNumber) AS last FROM features WHERE Part = 'test'"
@@ -82,7 +94,10 @@ def prepare(engine: Engine, data: Path, folder: Path, vocabulary: dict[str, list
         "test": f"SELECT Id, {columns} FROM encoded WHERE Part = 'test' ORDER BY Id",
     }
     with whole_folder(folder) as partial:
-        rows = {part: engine.write(query, partial / part) for part, query in parts.items()}
+        rows = {}
+        for part, query in parts.items():
+            rows[part] = engine.write(query, partial / part)
+            told(part)
         for part, reason in {
             "train": "no day with sales outside of the validation period",
             "validation": "no day with sales one year before the days of test.csv",
@@ -161,18 +176,3 @@ def encoding(vocabulary: dict[str, list[Any]]) -> str:
 def one(engine: Engine, query: str) -> tuple[Any, ...]:
     """The only row of a query."""
     return tuple(engine.rows(query)[0].values())
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write in that takes its name only when all is written; what had the name before is replaced."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import deuteron
 import deuteron.torch as hvd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from deuteron.data import Loader
 from torch import Tensor, nn
 
-from .data import Rows, in_order, mini_batches, steps
+from .files import write_whole
 from .prepare import Prepared
 from .tables import CATEGORICAL, CONTINUOUS
+
+#: A tensor for each column.
+Columns = dict[str, Tensor]
 
 EMBEDDING = 10
 # What Keras calls a kernel regularizer of 5e-5 adds twice that times the weight to its gradient.
@@ -95,26 +101,29 @@ class BatchNorm(nn.Module):
 class Network(nn.Module):
     """ln(Sales) from categories, each with its embedding, and numbers."""
 
-    def __init__(self, vocabulary: list[int], continuous: int, max_sales: float, options: Options) -> None:
+    def __init__(self, sizes: dict[str, int], max_sales: float, options: Options) -> None:
         super().__init__()
         # The last one stands for what was not seen in training: it stays zero, and adds nothing.
-        self.embeddings = nn.ModuleList(nn.Embedding(size + 1, EMBEDDING, padding_idx=size) for size in vocabulary)
-        self.norm = BatchNorm(continuous)
-        widths = [EMBEDDING * len(vocabulary) + continuous, *options.layers]
+        self.embeddings = nn.ModuleDict(
+            {column: nn.Embedding(size + 1, EMBEDDING, padding_idx=size) for column, size in sizes.items()}
+        )
+        self.norm = BatchNorm(len(CONTINUOUS))
+        widths = [EMBEDDING * len(sizes) + len(CONTINUOUS), *options.layers]
         self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.dropout = nn.Dropout(options.dropout)
         self.output = nn.Linear(widths[-1], 1)
         self.most = math.log(max_sales) * 1.2
-        for embedding, size in zip(self.embeddings, vocabulary, strict=True):
-            nn.init.uniform_(embedding.weight[:size], -0.05, 0.05)
+        for column, size in sizes.items():
+            nn.init.uniform_(self.embeddings[column].weight[:size], -0.05, 0.05)
         for layer in [*self.hidden, self.output]:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, categorical: Tensor, continuous: Tensor) -> Tensor:
+    def forward(self, columns: Columns) -> Tensor:
         """One number for each row."""
-        columns = [embedding(categorical[:, index]) for index, embedding in enumerate(self.embeddings)]
-        rows = torch.cat([*columns, self.norm(continuous)], 1)
+        categories = [embedding(columns[column]) for column, embedding in self.embeddings.items()]
+        numbers = torch.stack([columns[column] for column in CONTINUOUS], 1)
+        rows = torch.cat([*categories, self.norm(numbers)], 1)
         for layer in self.hidden:
             rows = torch.relu(layer(rows))
         return torch.sigmoid(self.output(self.dropout(rows)).squeeze(1)) * self.most
@@ -137,7 +146,7 @@ class Sums:
         """A batch."""
         squares, counted = squares_of_errors(predicted, actual)
         absolute = (predicted - actual).abs().sum()
-        self.sums += torch.stack([absolute, torch.tensor(len(actual)), squares, counted]).double()
+        self.sums += torch.stack([absolute, torch.ones_like(actual).sum(), squares, counted]).double().cpu()
 
     def of_all_ranks(self, name: str) -> tuple[float, float]:
         """Loss and exp_rmspe."""
@@ -147,15 +156,15 @@ class Sums:
 
 def network(prepared: Prepared, options: Options) -> Network:
     """A new one for this data."""
-    sizes = [len(prepared.vocabulary[column]) for column in CATEGORICAL]
-    return Network(sizes, len(CONTINUOUS), prepared.max_sales, options)
+    sizes = {column: len(prepared.vocabulary[column]) for column in CATEGORICAL}
+    return Network(sizes, prepared.max_sales, options)
 
 
 def load(checkpoint: bytes) -> Network:
     """The network of a checkpoint, to predict with."""
     saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
     options = Options(**saved["options"] | {"layers": tuple(saved["options"]["layers"])})
-    model = Network(saved["sizes"], saved["continuous"], saved["max_sales"], options)
+    model = Network(saved["sizes"], saved["max_sales"], options)
     model.load_state_dict(saved["model"])
     return model.eval()
 
@@ -164,16 +173,25 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
     """What every rank calls; rank 0 returns the course and the best model, kept in the file ``checkpoint`` too."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
+    device = torch.device("cuda" if deuteron.context().accelerators() and torch.cuda.is_available() else "cpu")
     folder = Path(prepared.folder)
-    rows, validation = Rows.load(folder / "train"), Rows.load(folder / "validation", rank, size)
-    count = steps(len(rows), options.batch_size, size)
+    loader = Loader(
+        folder / "train",
+        options.batch_size,
+        columns=[*CATEGORICAL, *CONTINUOUS, "Sales"],
+        shuffle="full",
+        seed=options.seed,
+        transform=lambda batch: {column: tensor.to(device) for column, tensor in batch.items()},
+    )
+    validation = share(pq.read_table(folder / "validation"), rank, size)
+    count = len(loader)
     if not count:
         raise ValueError(
-            f"{len(rows)} rows are less than one batch of {options.batch_size} on each of {size} ranks: train with a "
+            f"{loader.rows} rows are less than one batch of {options.batch_size} on each of {size} ranks: train with a "
             "smaller --batch-size"
         )
     torch.manual_seed(options.seed)
-    model = network(prepared, options)
+    model = network(prepared, options).to(device)
     # Every rank drops other units.
     torch.manual_seed(options.seed * 1000 + rank)
     optimizer = _optimizer(model, options)
@@ -185,7 +203,7 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
     for epoch in range(options.epochs):
         start, sums, finite = time.perf_counter(), Sums(), True
         model.train()
-        for step, batch in enumerate(mini_batches(rows, options.batch_size, options.seed, epoch, rank, size)):
+        for step, batch in enumerate(loader):
             _warm_up(optimizer, options, epoch + (step + 1) / count, size)
             finite = _step(model, optimizer, batch, sums)
             if not finite:
@@ -197,7 +215,7 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
             trained.ended = f"the loss is not a number in step {step + 1} of epoch {epoch + 1}"
             break
         loss, exp_rmspe = sums.of_all_ranks("training")
-        val_loss, val_exp_rmspe = evaluate(model, validation)
+        val_loss, val_exp_rmspe = evaluate(model, validation, device)
         rate = optimizer.param_groups[0]["lr"]
         seconds = time.perf_counter() - start
         trained.history.append(Epoch(epoch + 1, rate, loss, exp_rmspe, val_loss, val_exp_rmspe, seconds))
@@ -221,13 +239,26 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
     return trained if rank == 0 else None
 
 
-def evaluate(model: Network, rows: Rows) -> tuple[float, float]:
+def share(rows: pa.Table, rank: int, size: int) -> pa.Table:
+    """The rows that a rank validates on: each is one rank's."""
+    first, last = (rows.num_rows * edge // size for edge in (rank, rank + 1))
+    return rows.slice(first, last - first)
+
+
+def tensors(batch: pa.RecordBatch, device: torch.device) -> Columns:
+    """What the network sees of a batch, and its sales where it has them."""
+    columns = [*CATEGORICAL, *CONTINUOUS, *({"Sales"} & set(batch.schema.names))]
+    return {column: torch.tensor(batch[column].to_numpy(), device=device) for column in columns}
+
+
+def evaluate(model: Network, rows: pa.Table, device: torch.device) -> tuple[float, float]:
     """Loss and exp_rmspe over the rows of all ranks."""
     sums = Sums()
     model.eval()
     with torch.no_grad():
-        for categorical, continuous, log_sales in in_order(rows, 4096):
-            sums.add(model(categorical, continuous), log_sales)
+        for batch in rows.to_batches(4096):
+            columns = tensors(batch, device)
+            sums.add(model(columns), columns["Sales"].log())
     return sums.of_all_ranks("validation")
 
 
@@ -250,10 +281,10 @@ def _warm_up(optimizer: torch.optim.Optimizer, options: Options, epochs: float, 
         group["lr"] = options.learning_rate * (1 + (size - 1) * epochs / options.warmup_epochs)
 
 
-def _step(model: Network, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor, Tensor], sums: Sums) -> bool:
+def _step(model: Network, optimizer: torch.optim.Optimizer, batch: Columns, sums: Sums) -> bool:
     """One step; whether it was one of numbers."""
-    categorical, continuous, log_sales = batch
-    predicted = model(categorical, continuous)
+    log_sales = batch["Sales"].log()
+    predicted = model(batch)
     optimizer.zero_grad()
     nn.functional.l1_loss(predicted, log_sales).backward()
     optimizer.step()
@@ -268,21 +299,10 @@ def _saved(model: Network, prepared: Prepared, options: Options, epoch: Epoch) -
     saved: dict[str, Any] = {
         "model": model.state_dict(),
         "options": asdict(options),
-        "sizes": [embedding.num_embeddings - 1 for embedding in model.embeddings],
-        "continuous": len(model.norm.weight),
+        "sizes": {column: embedding.num_embeddings - 1 for column, embedding in model.embeddings.items()},
         "max_sales": prepared.max_sales,
         "vocabulary": prepared.vocabulary,
         "epoch": asdict(epoch),
     }
     torch.save(saved, stream)
     return stream.getvalue()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that is whole or not there."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
