@@ -81,7 +81,9 @@ class Spark:
     def read_csv(self, name: str, path: Path, columns: Sequence[str]) -> None:
         """A file as a table of texts, empty ones being null."""
         schema = ", ".join(f"`{column}` STRING" for column in columns)
-        self.session.read.csv(str(path.absolute()), header=True, schema=schema).createOrReplaceTempView(name)
+        # Every field is looked at, also those that nobody asks for: a line with too few is an error.
+        options = {"header": True, "mode": "FAILFAST", "columnPruning": False, "enforceSchema": True}
+        self.session.read.csv(str(path.absolute()), schema=schema, **options).createOrReplaceTempView(name)
 
     def view(self, name: str, query: str) -> None:
         """A name for a query."""

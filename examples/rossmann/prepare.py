@@ -15,7 +15,7 @@ from typing import Any
 
 from .engines import Engine
 from .files import whole_folder
-from .tables import CATEGORICAL, CONTINUOUS, TABLES, WORDS, BadInputError, headers
+from .tables import CATEGORICAL, CONTINUOUS, TABLES, WORDS, BadInputError, broken, headers
 
 #: Joins in their order, with the files that must have a row for each day of each store.
 JOINS = {
@@ -124,16 +124,20 @@ def read(engine: Engine, data: Path) -> None:
         engine.read_csv(f"{table}_csv", data / f"{table}.csv", names)
         columns = TABLES[table]
         typed = {column: type for column, type in columns.items() if type != "STRING"}
-        if typed:
-            wrong = ", ".join(
-                f"max(CASE WHEN try_cast({column} AS {type}) IS NULL THEN {column} END) AS {column}"
-                for column, type in typed.items()
-            )
-            for column, value in engine.rows(f"SELECT {wrong} FROM {table}_csv")[0].items():
-                if value is not None:
-                    raise BadInputError(
-                        f"{table}.csv: {value!r} in column {column} is not {WORDS[typed[column]]}: mend that row"
-                    )
+        wrong = [
+            f"max(CASE WHEN try_cast({column} AS {type}) IS NULL THEN {column} END) AS {column}"
+            for column, type in typed.items()
+        ]
+        try:
+            (found,) = engine.rows(f"SELECT {', '.join(wrong) or 'count(*)'} FROM {table}_csv")
+        except Exception as error:
+            why = broken(data / f"{table}.csv", len(names)) or str(error).splitlines()[0]
+            raise BadInputError(f"{table}.csv cannot be read: {why}: mend the file, or fetch it again") from error
+        for column, type in typed.items():
+            if found[column] is not None:
+                raise BadInputError(
+                    f"{table}.csv: {found[column]!r} in column {column} is not {WORDS[type]}: mend that row"
+                )
         values = ", ".join(READ[type].format(column) + f" AS {column}" for column, type in columns.items())
         engine.view(table, f"SELECT {values} FROM {table}_csv")
 

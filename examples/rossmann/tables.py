@@ -112,7 +112,7 @@ def headers(data: Path) -> dict[str, list[str]]:
             "run on generated ones"
         )
     for table, columns in TABLES.items():
-        with open(data / f"{table}.csv", newline="", encoding="utf-8-sig") as file:
+        with open(data / f"{table}.csv", newline="", encoding="utf-8-sig", errors="replace") as file:
             found[table] = next(csv.reader(file), [])
         lost = [column for column in columns if column not in found[table]]
         if lost:
@@ -121,3 +121,22 @@ def headers(data: Path) -> dict[str, list[str]]:
                 f"{', '.join(found[table]) or 'none'}"
             )
     return found
+
+
+def broken(path: Path, columns: int) -> str | None:
+    """The first line that is not one of so many fields, in words; looked for when an engine could not read the file."""
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            for fields in lines:
+                if any(not field.isascii() and "\ufffd" in _decoded(field) for field in fields):
+                    return f"line {lines.line_num} is not text in UTF-8"
+                if fields and len(fields) != columns:
+                    return f"line {lines.line_num} has {len(fields)} fields, and the first line names {columns}"
+        except csv.Error as error:
+            return f"line {lines.line_num}: {error}"
+    return None
+
+
+def _decoded(field: str) -> str:
+    return field.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
