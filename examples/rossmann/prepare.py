@@ -17,13 +17,15 @@ from .engines import Engine
 from .files import whole_folder
 from .tables import CATEGORICAL, CONTINUOUS, TABLES, WORDS, BadInputError, broken, headers
 
-#: Joins in their order, with the files that must have a row for each day of each store.
+#: What must have one row for each day of each store, and what finds it.
 JOINS = {
-    "with_stores": "store.csv and store_states.csv, by Store",
-    "with_trends": "googletrend.csv, by state and week",
-    "with_trends_de": "googletrend.csv (Rossmann_DE), by week",
-    "with_climate": "weather.csv and state_names.csv, by state and Date",
-    "joined": "train.csv and test.csv themselves, by Store and Date",
+    "store.csv and store_states.csv, by Store": "dated JOIN since ON dated.Store = since.Store",
+    "googletrend.csv, by state and week": "with_stores JOIN trends ON with_stores.State = trends.State "
+    "AND with_stores.Year = trends.Year AND with_stores.Week = trends.Week",
+    "googletrend.csv (Rossmann_DE), by week": "with_stores JOIN trends_de ON with_stores.Year = trends_de.Year "
+    "AND with_stores.Week = trends_de.Week",
+    "weather.csv and state_names.csv, by state and Date": "with_stores JOIN climate "
+    "ON with_stores.State = climate.State AND with_stores.Date = climate.Date",
 }
 #: Columns of the tables from texts, by type; what is not a number is null.
 READ = {
@@ -69,9 +71,9 @@ def prepare(
     read(engine, data)
     told("files are read")
     for name, query in steps().items():
-        if name == "features":
-            check_rows(engine)
+        if name == "joined":
             engine.keep(name, query)
+            check_rows(engine)
         else:
             engine.view(name, query)
     told("rows are joined")
@@ -144,17 +146,20 @@ def read(engine: Engine, data: Path) -> None:
 
 def check_rows(engine: Engine) -> None:
     """Every row is there once after the joins, or the first join that is to blame is named."""
-    (before,) = one(engine, "SELECT count(*) AS rows_there FROM sold")
-    (after,) = one(engine, "SELECT count(*) AS rows_there FROM joined")
-    if before == after:
-        return
-    for join, files in JOINS.items():
-        (now,) = one(engine, f"SELECT count(*) AS rows_there FROM {join}")
+    (before,) = one(engine, "SELECT count(*) AS found FROM sold")
+    (after,) = one(engine, "SELECT count(*) AS found FROM joined")
+    for files, join in JOINS.items() if before != after else ():
+        (now,) = one(engine, f"SELECT count(*) AS found FROM {join}")
         if now != before:
             what = "no row there" if now < before else "more than one row there"
             raise BadInputError(
                 f"{before} rows of train.csv and test.csv became {now} in the join with {files}: some have {what}"
             )
+    (days,) = one(engine, "SELECT count(*) AS found FROM (SELECT DISTINCT Store, DayNumber FROM joined) AS days")
+    if days != before:
+        raise BadInputError(
+            f"train.csv and test.csv have {before} rows for {days} days of stores: each must be there once, in one of them"
+        )
 
 
 def vocabularies(engine: Engine) -> dict[str, list[Any]]:

@@ -64,12 +64,22 @@ FROM stores;
 -- climate: weather by state
 SELECT
     State, Date, Max_TemperatureC, Mean_TemperatureC, Min_TemperatureC, Max_Humidity, Mean_Humidity, Min_Humidity,
-    Max_Wind_SpeedKm_h, Mean_Wind_SpeedKm_h, CloudCover, Events
+    Max_Wind_SpeedKm_h, Mean_Wind_SpeedKm_h, CloudCover, Events,
+    CAST(extract(YEAR FROM Date) AS INT) AS Year,
+    CAST(extract(WEEK FROM Date) AS INT) AS Week
 FROM weather JOIN state_names ON weather.file = state_names.StateName;
+
+-- state_days: all that depends on state and day, in one small table, so that sales are joined with it once
+SELECT
+    climate.State, Date, Max_TemperatureC, Mean_TemperatureC, Min_TemperatureC, Max_Humidity, Mean_Humidity,
+    Min_Humidity, Max_Wind_SpeedKm_h, Mean_Wind_SpeedKm_h, CloudCover, Events, trend, trend_de
+FROM climate
+JOIN trends ON climate.State = trends.State AND climate.Year = trends.Year AND climate.Week = trends.Week
+JOIN trends_de ON climate.Year = trends_de.Year AND climate.Week = trends_de.Week;
 
 -- flags: what was and what comes next, by store: the day of the last and of the next one, or the store's first and last
 SELECT
-    Date, Store, DayNumber,
+    *,
     coalesce(max(CASE WHEN Promo THEN DayNumber END) OVER past, min(DayNumber) OVER past) AS LastPromo,
     coalesce(min(CASE WHEN Promo THEN DayNumber END) OVER future, max(DayNumber) OVER future) AS NextPromo,
     coalesce(max(CASE WHEN StateHoliday THEN DayNumber END) OVER past, min(DayNumber) OVER past) AS LastStateHoliday,
@@ -83,7 +93,7 @@ WINDOW
 
 -- elapsed: days since the last one (never negative) and to the next one (never positive)
 SELECT
-    Date, Store,
+    Part, Id, Store, DayOfWeek, Date, Sales, DayNumber, Year, Month, Week, Day, Promo, StateHoliday, SchoolHoliday,
     DayNumber - NextPromo AS BeforePromo,
     DayNumber - LastPromo AS AfterPromo,
     DayNumber - NextStateHoliday AS BeforeStateHoliday,
@@ -92,9 +102,10 @@ SELECT
     DayNumber - LastSchoolHoliday AS AfterSchoolHoliday
 FROM flags;
 
--- with_stores: the first of five joins, each of which must keep every row
+-- with_stores: the first of two joins, each of which must keep every row
 SELECT
-    dated.*, State, StoreType, Assortment, CompetitionDistance, PromoInterval, CompetitionOpenSinceYear, Promo2SinceYear,
+    elapsed.*, State, StoreType, Assortment, CompetitionDistance, PromoInterval, CompetitionOpenSinceYear,
+    Promo2SinceYear,
     CASE
         WHEN CompetitionOpenSinceYear > 1900 THEN greatest(0, least(720, DayNumber - days(CompetitionOpenSince))) ELSE 0
     END AS CompetitionDaysOpen,
@@ -102,28 +113,14 @@ SELECT
         WHEN Promo2SinceYear > 1900
         THEN greatest(0, least(175, DayNumber - days(Promo2FirstOfYear) - (Promo2SinceWeek - 1) * 7)) ELSE 0
     END AS Promo2Days
-FROM dated JOIN since ON dated.Store = since.Store;
+FROM elapsed JOIN since ON elapsed.Store = since.Store;
 
--- with_trends: of the state
-SELECT with_stores.*, trend
+-- joined: with weather and trends
+SELECT
+    with_stores.*, Max_TemperatureC, Mean_TemperatureC, Min_TemperatureC, Max_Humidity, Mean_Humidity, Min_Humidity,
+    Max_Wind_SpeedKm_h, Mean_Wind_SpeedKm_h, CloudCover, Events, trend, trend_de
 FROM with_stores
-JOIN trends ON with_stores.State = trends.State AND with_stores.Year = trends.Year AND with_stores.Week = trends.Week;
-
--- with_trends_de: of the country
-SELECT with_trends.*, trend_de
-FROM with_trends JOIN trends_de ON with_trends.Year = trends_de.Year AND with_trends.Week = trends_de.Week;
-
--- with_climate: of the day
-SELECT
-    with_trends_de.*, Max_TemperatureC, Mean_TemperatureC, Min_TemperatureC, Max_Humidity, Mean_Humidity, Min_Humidity,
-    Max_Wind_SpeedKm_h, Mean_Wind_SpeedKm_h, CloudCover, Events
-FROM with_trends_de JOIN climate ON with_trends_de.State = climate.State AND with_trends_de.Date = climate.Date;
-
--- joined: what has elapsed
-SELECT
-    with_climate.*, BeforePromo, AfterPromo, BeforeStateHoliday, AfterStateHoliday, BeforeSchoolHoliday,
-    AfterSchoolHoliday
-FROM with_climate JOIN elapsed ON with_climate.Date = elapsed.Date AND with_climate.Store = elapsed.Store;
+JOIN state_days ON with_stores.State = state_days.State AND with_stores.Date = state_days.Date;
 
 -- features: what the network sees; a missing category is the default of its type, a missing number is 0
 SELECT
