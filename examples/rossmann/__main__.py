@@ -193,7 +193,7 @@ def parse() -> argparse.Namespace:
     )
     add("--out", type=Path, default=Path("rossmann-out"), metavar="DIR", help="where results go (%(default)s)")
     add("--num-proc", type=int, default=min(2, os.cpu_count() or 1), help="ranks (%(default)s)")
-    add("--epochs", type=int, default=6, help="at most so many (%(default)s)")
+    add("--epochs", type=int, default=8, help="at most so many (%(default)s)")
     add("--batch-size", type=int, default=128, help="rows of a step on each rank (%(default)s)")
     add("--learning-rate", type=float, default=5e-4, help="of one rank; it is scaled by their number (%(default)s)")
     add("--warmup-epochs", type=int, default=1, help="over which the rate grows to that (%(default)s)")

@@ -82,8 +82,8 @@ class Spark:
         """A file as a table of texts, empty ones being null."""
         schema = ", ".join(f"`{column}` STRING" for column in columns)
         # Every field is looked at, also those that nobody asks for: a line with too few is an error.
-        options = {"header": True, "mode": "FAILFAST", "columnPruning": False, "enforceSchema": True}
-        self.session.read.csv(str(path.absolute()), schema=schema, **options).createOrReplaceTempView(name)
+        reader = self.session.read.options(header=True, mode="FAILFAST", columnPruning=False)
+        reader.csv(str(path.absolute()), schema=schema).createOrReplaceTempView(name)
 
     def view(self, name: str, query: str) -> None:
         """A name for a query."""

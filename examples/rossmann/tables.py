@@ -118,7 +118,7 @@ def headers(data: Path) -> dict[str, list[str]]:
         if lost:
             raise BadInputError(
                 f"{table}.csv has no column {', '.join(lost)}: its first line must name the columns, and it names "
-                f"{', '.join(found[table]) or 'none'}"
+                f"{', '.join(found[table])[:200] or 'none'}"
             )
     return found
 

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import deuteron
-import numpy as np
 import pyarrow.parquet as pq
 from rossmann import generate, predict
-from rossmann.data import Rows, mini_batches, steps
 from rossmann.engines import DataFusion, Engine, Spark
-from rossmann.prepare import Prepared, prepare, whole_folder
+from rossmann.files import whole_folder, write_whole
+from rossmann.prepare import STEPS, Prepared, prepare
 from rossmann.tables import CATEGORICAL, TABLES, BadInputError
-from rossmann.train import Options, Trained, train
+from rossmann.train import Options, Trained, load, train
 
 # Every rank imports PyTorch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -102,25 +106,36 @@ def golden(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Eight stores, prepared."""
+    """Six stores, prepared."""
     folder = tmp_path_factory.mktemp("small")
-    generate.generate(folder / "data", stores=8, days=420, seed=3)
+    generate.generate(folder / "data", stores=6, days=420, seed=3)
     return prepare(DataFusion(), folder / "data", folder / "features")
 
 
-def needs_spark(*modules: str) -> None:
-    """Skips where it is not installed."""
-    missing = [module for module in ("pyspark", *modules) if importlib.util.find_spec(module) is None]
-    if missing or shutil.which("java") is None:
-        pytest.skip(f"{', '.join(missing) or 'java'} is missing: pip install 'deuteron[spark]', and Java 17")
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spark]:
+    """One session for all tests, where it is installed."""
+    if importlib.util.find_spec("pyspark") is None or shutil.which("java") is None:
+        pytest.skip("pyspark or java is missing: pip install 'deuteron[spark]', and Java 17")
+    from pyspark.sql import SparkSession
+
+    os.environ.update(PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.sql.shuffle.partitions", "2")
+    session = builder.config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse"))).getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    yield Spark("local[2]")
+    session.stop()
 
 
-def engine(name: str) -> Engine:
-    """DataFusion, or Spark where it is installed."""
-    if name == "datafusion":
-        return DataFusion()
-    needs_spark()
-    return Spark("local[1]")
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """The one that the test is about."""
+    engine: Engine = DataFusion() if request.param == "datafusion" else request.getfixturevalue("spark")
+    return engine
+
+
+on_both = pytest.mark.parametrize("engine", ["datafusion", "spark"], indirect=True)
 
 
 def decoded(prepared: Prepared, part: str) -> list[dict[str, Any]]:
@@ -131,10 +146,12 @@ def decoded(prepared: Prepared, part: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["datafusion", "spark"])
-def test_golden_values(name: str, golden: Path, tmp_path: Path) -> None:
+@on_both
+def test_golden_values(engine: Engine, golden: Path, tmp_path: Path) -> None:
     """Every number here is computed by hand."""
-    prepared = prepare(engine(name), golden, tmp_path / "features")
+    told: list[str] = []
+    prepared = prepare(engine, golden, tmp_path / "features", told=told.append)
+    assert told == STEPS
     assert prepared.rows == {"train": 5, "validation": 1, "test": 3}
     assert prepared.max_sales == 700
     assert prepared.vocabulary["State"] == ["HB,NI", "HE"]
@@ -228,19 +245,7 @@ def test_rows_are_kept(small: Prepared) -> None:
     assert small.rows["test"] == len((data / "test.csv").read_text().splitlines()) - 1
 
 
-def test_every_number_of_ranks_sees_the_same_batches(small: Prepared) -> None:
-    rows = Rows.load(Path(small.folder) / "train")
-    rows.log_sales = np.arange(len(rows), dtype=np.float32)
-
-    def batches(size: int) -> list[list[float]]:
-        ranks = [list(mini_batches(rows, 24 // size, 5, 1, rank, size)) for rank in range(size)]
-        assert {len(rank) for rank in ranks} == {steps(len(rows), 24 // size, size)}
-        return [[value for rank in step for value in rank[2].tolist()] for step in zip(*ranks, strict=True)]
-
-    assert batches(1) == batches(2) == batches(4)
-
-
-PARITY = {"epochs": 3, "dropout": 0.0, "layers": (64, 32), "warmup_epochs": 0}
+PARITY = {"epochs": 2, "dropout": 0.0, "layers": (64, 32), "warmup_epochs": 0}
 
 
 def trained_on(ranks: int, prepared: Prepared, checkpoint: str | None = None, **more: Any) -> Trained:
@@ -250,25 +255,66 @@ def trained_on(ranks: int, prepared: Prepared, checkpoint: str | None = None, **
     return result
 
 
-def test_loss_curves_do_not_depend_on_the_number_of_ranks(small: Prepared) -> None:
-    curves = [trained_on(ranks, small).history for ranks in (1, 2, 4)]
+@pytest.fixture(scope="module")
+def trained(small: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """On two ranks."""
+    path = tmp_path_factory.mktemp("trained") / "checkpoint.pt"
+    trained = trained_on(2, small, str(path))
+    assert path.read_bytes() == trained.checkpoint
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    return trained
+
+
+def test_loss_curves_do_not_depend_on_the_number_of_ranks(small: Prepared, trained: Trained) -> None:
+    curves = [trained.history, *(trained_on(ranks, small).history for ranks in (1, 4))]
     for epochs in zip(*curves, strict=True):
         for what in ("loss", "exp_rmspe", "val_loss", "val_exp_rmspe"):
             values = [getattr(epoch, what) for epoch in epochs]
             assert max(values) <= 1.01 * min(values), (what, values)
 
 
-def test_prediction_is_complete_and_sorted(small: Prepared, tmp_path: Path) -> None:
-    trained = trained_on(2, small, str(tmp_path / "checkpoint.pt"), epochs=1)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == trained.checkpoint
-    folder = str(Path(small.folder) / "test")
-    parts = deuteron.run(predict.score, args=(folder, trained.checkpoint), num_proc=2, timeout=300)
-    assert predict.write_submission(tmp_path / "submission.csv", parts[::-1]) == small.rows["test"]
-    header, *lines = (tmp_path / "submission.csv").read_text().splitlines()
+def check_submission(path: Path, prepared: Prepared) -> None:
+    """Complete, sorted, and of numbers that can be sales."""
+    header, *lines = path.read_text().splitlines()
     assert header == "Id,Sales"
-    assert [int(line.split(",")[0]) for line in lines] == list(range(1, small.rows["test"] + 1))
-    assert all(0 < float(line.split(",")[1]) < small.max_sales**1.2 for line in lines)
-    assert not list(tmp_path.glob(".*.partial"))
+    assert [int(line.split(",")[0]) for line in lines] == list(range(1, prepared.rows["test"] + 1))
+    assert all(0 < float(line.split(",")[1]) < prepared.max_sales**1.2 for line in lines)
+
+
+def test_prediction_is_complete_and_sorted(
+    small: Prepared, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several batches for each process.
+    monkeypatch.setattr(predict, "BATCH", 50)
+    moved: list[int] = []
+    scored = predict.here(Path(small.folder) / "test", trained.checkpoint, 2)
+    rows = predict.write_submission(tmp_path / "submission.csv", scored, moved.append)
+    assert rows == sum(moved) == small.rows["test"]
+    assert len(moved) > 2
+    check_submission(tmp_path / "submission.csv", small)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["submission.csv"]
+
+
+def test_spark_predicts_the_same(spark: Spark, small: Prepared, trained: Trained, tmp_path: Path) -> None:
+    import cloudpickle
+    import rossmann
+
+    cloudpickle.register_pickle_by_value(rossmann)
+    try:
+        folder = Path(small.folder) / "test"
+        scored = predict.on_spark(spark.session, folder, trained.checkpoint, 2)
+        predict.write_submission(tmp_path / "submission.csv", scored)
+    finally:
+        cloudpickle.unregister_pickle_by_value(rossmann)
+    check_submission(tmp_path / "submission.csv", small)
+    model = load(trained.checkpoint)
+    expected = [predict.score(batch, model) for batch in pq.read_table(folder).to_batches()]
+    predict.write_submission(tmp_path / "expected.csv", expected)
+    found, wanted = (
+        [float(line.split(",")[1]) for line in (tmp_path / name).read_text().splitlines()[1:]]
+        for name in ("submission.csv", "expected.csv")
+    )
+    assert found == pytest.approx(wanted, rel=1e-4, abs=0.02)
 
 
 def test_training_ends_at_what_is_not_a_number(small: Prepared) -> None:
@@ -278,24 +324,25 @@ def test_training_ends_at_what_is_not_a_number(small: Prepared) -> None:
 
 
 def test_training_ends_when_nothing_improves(small: Prepared) -> None:
-    trained = trained_on(1, small, learning_rate=0.0, epochs=5, patience=2)
+    """In this process, which is then the only rank."""
+    options = Options(**PARITY | {"learning_rate": 0.0, "epochs": 5, "patience": 2})
+    trained = train(small, options)
+    assert trained is not None
     assert len(trained.history) == 3
     assert "nothing has improved for 2 epochs" in trained.ended
     assert trained.best == 1
 
 
+def command(*words: str) -> list[str]:
+    """The example's."""
+    return [sys.executable, str(EXAMPLES / "rossmann"), *words]
+
+
 def test_the_command_leaves_a_submission_pictures_and_a_summary(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(EXAMPLES / "rossmann"),
-        "--size",
-        "3",
-        "--epochs",
-        "1",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    # What a run that was killed has left.
+    (tmp_path / "out" / ".features.999999999.partial").mkdir(parents=True)
+    words = ["--size", "3", "--epochs", "1", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("features", "checkpoint.pt", "submission.csv"),
@@ -305,9 +352,48 @@ def test_the_command_leaves_a_submission_pictures_and_a_summary(tmp_path: Path) 
         assert word in done.stdout
 
 
+def test_an_interrupted_command_ends_quietly_and_leaves_nothing_half(tmp_path: Path) -> None:
+    words = ["--size", "3", "--epochs", "100000", "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONUNBUFFERED": "1"}
+    (tmp_path / "tmp").mkdir()
+    run = subprocess.Popen(
+        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, process_group=0
+    )
+    try:
+        # In the middle of training.
+        assert run.stdout is not None
+        for line in run.stdout:
+            if "epoch 1:" in line:
+                break
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not list((tmp_path / "tmp").glob("*.csv"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"features", "checkpoint.pt"}
+
+
+@pytest.mark.skipif(not os.environ.get("DEUTERON_LARGE"), reason="half an hour; DEUTERON_LARGE=1 runs it")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [10, 11, 12])
+def test_the_demo_is_as_good_as_one_rank_and_better_than_the_median(seed: int, tmp_path: Path) -> None:
+    errors = {}
+    for ranks in (1, 2):
+        words = ["--seed", str(seed), "--num-proc", str(ranks), "--out", str(tmp_path / "out")]
+        done = subprocess.run(command(*words), capture_output=True, text=True, check=True)
+        median, network = (float(found) for found in re.findall(r"(?:promo|network, epoch \d+) +(0\.\d+)", done.stdout))
+        errors[ranks] = network
+        print(f"seed {seed}, {ranks} ranks: median {median}, network {network}")
+    assert errors[2] <= 1.1 * errors[1]
+    assert errors[2] <= 0.7 * median
+
+
 def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "rossmann"), "--data", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
+    words = ["--data", str(tmp_path)]
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"rossmann: {tmp_path} has no train.csv, ")
     assert not list(tmp_path.iterdir())
@@ -317,7 +403,7 @@ def without(path: Path, text: str, other: str) -> None:
     """Changes a file."""
     content = path.read_text()
     assert text in content
-    path.write_text(content.replace(text, other, 1))
+    path.write_text(content.replace(text, other, 1), errors="surrogateescape")
 
 
 @pytest.mark.parametrize(
@@ -327,6 +413,20 @@ def without(path: Path, text: str, other: str) -> None:
         ("store", "CompetitionDistance", "Distance", r"store\.csv has no column CompetitionDistance: its first line"),
         ("train", "2015-07-27,500", "2015-07-27,many", r"train\.csv: 'many' in column Sales is not a whole number"),
         ("test", "2015-08-02", "02.08.2015", r"test\.csv: '02\.08\.2015' in column Date is not a date"),
+        (
+            "train",
+            "2,4,2015-07-30,250,25",
+            "2,4,2015-07-30,250",
+            r"train\.csv cannot be read: line 5 has 8 fields, and the",
+        ),
+        ("state_names", "Hessen,HE", "Hessen,HE,3", r"state_names\.csv cannot be read: line 3 has 3 fields"),
+        (
+            "train",
+            "2015-07-27",
+            "\udcff\udcfe\udc80",
+            r"train\.csv cannot be read: line 6 is not text in UTF-8: mend the",
+        ),
+        ("train", "1,1,2015-07-27", "1,5,2015-07-31", r"10 rows for 9 days of stores: each must be there once"),
         ("store_states", "2,HE", "3,HE", r"10 rows .* became 7 in the join with store\.csv and store_states\.csv"),
         ("weather", "Hessen,2015-07-30", "Bayern,2015-07-30", r"10 rows .* became 9 in the join with weather\.csv"),
         ("googletrend", "Rossmann_DE,2014-08-03", "Rossmann_DE_BY,2014-08-03", r"join with googletrend\.csv \(Ross"),
@@ -345,6 +445,16 @@ def test_bad_input_is_named(
     assert [entry.name for entry in tmp_path.iterdir()] == ["golden"]
 
 
+@on_both
+def test_a_line_with_too_few_fields_is_named(engine: Engine, golden: Path, tmp_path: Path) -> None:
+    without(golden / "train.csv", "2,4,2015-07-30,250,25", "2,4,2015-07-30,250")
+    with pytest.raises(
+        BadInputError, match=r"train\.csv cannot be read: line 5 has 8 fields, and the first line names 9"
+    ):
+        prepare(engine, golden, tmp_path / "features")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["golden"]
+
+
 def test_what_is_half_written_is_removed_and_what_was_there_stays(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "features") as partial:
         (partial / "file").write_text("first")
@@ -353,3 +463,29 @@ def test_what_is_half_written_is_removed_and_what_was_there_stays(tmp_path: Path
         raise OSError("no space")
     assert [entry.name for entry in tmp_path.iterdir()] == ["features"]
     assert (tmp_path / "features" / "file").read_text() == "first"
+
+
+def test_a_full_disk_leaves_nothing_half(small: Prepared, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            prepare(DataFusion(), Path(small.folder).parent / "data", tmp_path / "features")
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(tmp_path / "submission.csv", bytes(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_has_left_is_removed_by_the_next_and_what_a_running_one_writes_is_not(tmp_path: Path) -> None:
+    alive = tmp_path / ".features.1.partial"
+    for left in (alive, tmp_path / ".features.999999999.partial", tmp_path / ".features.999999999-old.partial"):
+        left.mkdir()
+    (tmp_path / ".submission.csv.999999999.partial").write_text("Id,Sa")
+    with whole_folder(tmp_path / "features") as partial:
+        (partial / "file").write_text("whole")
+    write_whole(tmp_path / "submission.csv", b"Id,Sales")
+    assert {entry.name for entry in tmp_path.iterdir()} == {alive.name, "features", "submission.csv"}
