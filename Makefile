@@ -71,9 +71,10 @@ check-python: setup-test ## types of the Python package, and that its stubs tell
 test-python: setup-test ## the Python package on real processes
 	$(call suite,1800) .venv/bin/python -m pytest python/tests
 
-test-large: ## tests that need much memory or time, on demand
+test-large: setup-test ## tests that need much memory or time, on demand
 	$(call suite,1200) cargo test $(LOCKED) --release --workspace --tests --no-run
 	$(call suite,3600) cargo test $(LOCKED) --release --workspace --tests -- --ignored
+	$(call suite,7200) env DEUTERON_LARGE=1 .venv/bin/python -m pytest python/tests -k the_demo_is_as_good
 
 fuzz: export DEUTERON_FUZZ_SECONDS ?= 600
 fuzz: ## fuzz the frame decoder for DEUTERON_FUZZ_SECONDS, 600 by default

@@ -27,7 +27,6 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-
 from rossmann import generate, plot, predict
 from rossmann.engines import DataFusion, Engine, Spark
 from rossmann.prepare import STEPS, Prepared, prepare

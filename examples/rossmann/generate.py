@@ -48,7 +48,7 @@ STATES = [
     ("SchleswigHolstein", "SH", "SH", 115),
     ("Thueringen", "TH", "TH", 80),
 ]
-# By state: what summer adds, and what school holidays add. At the sea summer is the season, in large cities people leave.
+# By state: what summer adds, and what school holidays add. By the sea summer is the season; cities are left.
 SEASONS = {
     "BW": (-0.06, 0.05),
     "BY": (0.06, 0.09),

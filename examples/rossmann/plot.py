@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -32,7 +33,7 @@ def predicted_against_actual(path: Path, predicted: np.ndarray, actual: np.ndarr
     """A point for each day of a store in the validation period."""
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
-    shown = np.random.default_rng(0).permutation(len(actual))[:5000]
+    shown = np.random.default_rng(0).permutation(len(actual))[:3000]
     axes.scatter(actual[shown], predicted[shown], s=4, alpha=0.3, color=OURS, linewidths=0, rasterized=True)
     edges = [min(actual.min(), predicted.min()), max(actual.max(), predicted.max())]
     axes.plot(edges, edges, color=BASELINE, linewidth=1)
@@ -46,5 +47,7 @@ def predicted_against_actual(path: Path, predicted: np.ndarray, actual: np.ndarr
 
 
 def _save(figure: Figure, path: Path) -> None:
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=120)
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    # Points are an image in it, and letters are letters: small enough for a page.
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path.with_suffix(".svg"), dpi=100)

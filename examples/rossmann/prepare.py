@@ -158,7 +158,8 @@ def check_rows(engine: Engine) -> None:
     (days,) = one(engine, "SELECT count(*) AS found FROM (SELECT DISTINCT Store, DayNumber FROM joined) AS days")
     if days != before:
         raise BadInputError(
-            f"train.csv and test.csv have {before} rows for {days} days of stores: each must be there once, in one of them"
+            f"train.csv and test.csv have {before} rows for {days} days of stores: each must be there once, in one of "
+            "them"
         )
 
 

@@ -162,7 +162,7 @@ def network(prepared: Prepared, options: Options) -> Network:
 
 def load(checkpoint: bytes) -> Network:
     """The network of a checkpoint, to predict with."""
-    saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    saved = torch.load(io.BytesIO(checkpoint), weights_only=True, map_location="cpu")
     options = Options(**saved["options"] | {"layers": tuple(saved["options"]["layers"])})
     model = Network(saved["sizes"], saved["max_sales"], options)
     model.load_state_dict(saved["model"])
