@@ -1,9 +1,9 @@
 """x + 1 over longs through a Python function in another process: batches with us, rows as engines have long sent them.
 
-usage: maps.py OUT REPETITIONS LONGS
+usage: maps.py OUT FOLDER REPETITIONS LONGS
 
 Writes OUT, one line of JSON for each contestant: what is measured, who, bytes of the input, and nanoseconds by
-repetition. The start of processes is not counted. The row-at-a-time path is Spark's for functions without Arrow:
+repetition. FOLDER is not needed. The start of processes is not counted. The row-at-a-time path is Spark's for functions without Arrow:
 pickled lists of a hundred rows through a pipe, and a call for each row; it is measured over fewer rows, and its time
 is scaled to all.
 """
@@ -99,7 +99,7 @@ def check(total: int, rows: int, expected: int) -> None:
 def main() -> None:
     """Both ways, in turns."""
     out = Path(sys.argv[1])
-    repetitions, longs = map(int, sys.argv[2:])
+    repetitions, longs = map(int, sys.argv[3:])
     table = pyarrow.table({"x": pyarrow.array(range(longs))})
     times: dict[str, list[int]] = {"ours": [], "row at a time": []}
     batches(table)

@@ -448,6 +448,21 @@ def data(run: Run) -> list[Comparison]:
                 ratio = median(its / own for own, its in zip(ours, theirs, strict=True))
                 row = what, _spread(ours, duration), f"{who}: {_spread(theirs, duration)}", f"{ratio:.2f} x faster"
                 lines.append(Comparison(*row, f"{bound:g} x faster", ratio >= bound))
+    if "map" in known:
+        ours, theirs = known["map"]["ours"], known["map"]["row at a time"]
+        what = f"x + 1 over {sizes['map'] // 8:,} longs in other processes"
+        ratio = median(its / own for own, its in zip(ours, theirs, strict=True))
+        beside = f"row at a time: {_spread(theirs, duration)}"
+        row = what, _spread(ours, duration), beside, f"{ratio:.1f} x faster", "20 x faster"
+        lines.append(Comparison(*row, ratio >= 20))
+        rate = median(sizes["map"] / took for took in ours)
+        lines.append(Comparison(what, _spread(ours, duration), "", f"{rate:.2f} GB/s", "1 GB/s", rate >= 1))
+    if "prepare" in known:
+        ours, pandas = known["prepare"]["ours"], known["prepare"]["pandas"]
+        ratio = median(its / own for own, its in zip(ours, pandas, strict=True))
+        beside = f"pandas: {_spread(pandas, duration)}; Polars: {_spread(known['prepare']['Polars'], duration)}"
+        row = f"preparation of {sizes['prepare']:,} rows, Rossmann", _spread(ours, duration), beside
+        lines.append(Comparison(*row, f"{ratio:.2f} x faster than pandas", "no slower", ratio >= 1))
     if "memory" in known:
         of_all = sizes["memory"]
         for shuffle in MIXED_LIKE:

@@ -81,7 +81,7 @@ SPARK = "spark"
 # Not ranks at all but rows on their way: programs, called with OUT FOLDER REPETITIONS and a number, which is less with
 # --quick.
 DATA = "data"
-DATA_PROGRAMS = {"data.py": (1_000_000, 50_000)}
+DATA_PROGRAMS = {"data.py": (1_000_000, 50_000), "maps.py": (20_000_000, 400_000), "prepare.py": (1115, 20)}
 DEFAULT_CASES = ["host2", "host4", "net", "net4", "gbit", "engine", TRAINING, SPARK, DATA]
 
 

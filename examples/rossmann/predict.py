@@ -40,7 +40,8 @@ def sales(batch: pa.RecordBatch, model: Network) -> np.ndarray:
 def here(folder: Path, checkpoint: bytes, num_proc: int) -> Iterator[pa.RecordBatch]:
     """Ids and sales of the rows in ``folder``, by processes of this machine, each of which loads the model once."""
     rows = pq.read_table(folder)
-    return iter(deuteron.map_batches(score, rows, num_proc, setup=partial(load, checkpoint), batch_size=BATCH))
+    model = partial(load, checkpoint)
+    return iter(deuteron.map_batches(score, rows, num_proc, setup=model, batch_size=BATCH, progress=False))
 
 
 def on_spark(session: Any, folder: Path, checkpoint: bytes, num_proc: int) -> Iterator[pa.RecordBatch]:

@@ -24,7 +24,7 @@ use std::{
 };
 
 /// Bytes of packed rows that are written, or handed on, at a time.
-const PART: usize = 2 << 20;
+const PART: usize = 1 << 20;
 /// Most rows that are read at a time.
 const MOST: usize = 8192;
 /// Most rows that one thread reads before it looks for others: threads end together, and a row group is shared.
