@@ -3,9 +3,9 @@
 usage: maps.py OUT FOLDER REPETITIONS LONGS
 
 Writes OUT, one line of JSON for each contestant: what is measured, who, bytes of the input, and nanoseconds by
-repetition. FOLDER is not needed. The start of processes is not counted. The row-at-a-time path is Spark's for functions without Arrow:
-pickled lists of a hundred rows through a pipe, and a call for each row; it is measured over fewer rows, and its time
-is scaled to all.
+repetition. FOLDER is not needed, and the start of processes is not counted. The row-at-a-time path is Spark's for
+functions without Arrow: pickled lists of a hundred rows through a pipe, and a call for each row; it is measured over
+fewer rows, and its time is scaled to all.
 """
 
 import json
