@@ -4,6 +4,21 @@
 //! Which rank sees which row at which step is a pure function ([`plan`]). A tensor of a mini-batch is one stretch of
 //! memory that whoever gets it owns ([`Tensor`]).
 //!
+//! ```
+//! use deuteron_exchange::{Dataset, Options, Source, files};
+//!
+//! # let path = std::env::temp_dir().join(format!("deuteron-example-{}.csv", std::process::id()));
+//! # std::fs::write(&path, "x,y\n1,2\n3,4\n5,6\n")?;
+//! let (rank, ranks) = (0, 1);
+//! let rows = Dataset::open(Source::Files(files(&[path.clone()])?), Options::new(2, rank, ranks))?;
+//! for batch in rows.epoch(0, 0)? {
+//!     let shapes: Vec<_> = batch?.into_tensors().map(|tensor| tensor.shape).collect();
+//!     assert_eq!(shapes, [[2], [2]]); // two columns of two rows
+//! }
+//! # std::fs::remove_file(path)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! - EX-1: a row whose columns all have a fixed width is kept as that many bytes ([`Layout`]): to draw a row at random is
 //!   to copy one stretch of memory, not one value per column.
 //! - EX-2: memory is bounded by the buffer, by what is prefetched, and by a number of bytes that the user names: rows that

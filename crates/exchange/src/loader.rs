@@ -8,7 +8,7 @@ use crate::{
     deal::{Dealt, Sink, Work, deal},
     layout::Group,
     memory::{Buffer, Pool},
-    plan::{self, Order, Plan, Share, Shuffle},
+    plan::{self, Order, Plan, Rest, Share, Shuffle},
     source::{Format, Parquet, Sequence, Target},
     spool::{Folder, Spool, part},
 };
@@ -48,6 +48,27 @@ pub struct Options {
     pub memory: u64,
     /// Where spools lie.
     pub folder: Option<PathBuf>,
+}
+
+impl Options {
+    /// All columns as they are, mixed, so many rows at a time, for one of so many ranks; what does not fill a step of all
+    /// is left out.
+    pub fn new(batch: usize, rank: usize, ranks: usize) -> Self {
+        let (batch, rank, ranks) = (batch as u64, rank as u64, ranks as u64);
+        Self {
+            order: Order { ranks, batch, shuffle: Shuffle::Full, rest: Rest::Drop, seed: 0 },
+            rank,
+            columns: None,
+            requests: Vec::new(),
+            groups: Vec::new(),
+            filters: Vec::new(),
+            refuse_nan: false,
+            prefetch: 4,
+            threads: None,
+            memory: 256 << 20,
+            folder: None,
+        }
+    }
 }
 
 enum Rows {

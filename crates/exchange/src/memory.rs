@@ -116,9 +116,6 @@ impl Region {
         let mapped = unsafe { mmap_anonymous(null_mut(), bytes, may, flags) };
         let address =
             mapped.map_err(|error| Error::system("cannot have memory for rows", error))?;
-        // Rows are drawn from all over it. An advice that is refused costs speed only.
-        // SAFETY: the range was mapped above; an advice changes no content.
-        let _ = unsafe { madvise(address, bytes, Advice::LinuxHugepage) };
         Ok(Self(Mapping { address: address as usize, bytes, _file: None }))
     }
 

@@ -55,16 +55,10 @@ impl Drop for Folder {
 fn options(shuffle: Shuffle) -> Options {
     Options {
         order: Order { ranks: 1, batch: 4, shuffle, rest: Rest::Drop, seed: 3 },
-        rank: 0,
-        columns: None,
-        requests: Vec::new(),
-        groups: Vec::new(),
-        filters: Vec::new(),
-        refuse_nan: false,
         prefetch: 2,
         threads: Some(3),
         memory: 1000,
-        folder: None,
+        ..Options::new(4, 0, 1)
     }
 }
 
