@@ -577,7 +577,10 @@ How it is measured:
   repetition we are compared with the fastest of them. A row-indexed `Dataset` is opened, and the time of 20,000 rows
   is taken for that of as many as there are. Memory is what no file backs (`RssAnon` and `RssShmem`) beyond what there
   was before the loader was made, at most, by epoch, of a process that loads ten times more than it may keep, three
-  times.
+  times. x + 1 over longs goes through a function on batches in two other processes (`deuteron.map_batches`), and row
+  at a time through one on rows in another: pickled lists of 100 rows through a pipe, of a twentieth of the rows. The
+  preparation is that of examples/rossmann, from CSV files to Parquet, by DataFusion, and the same steps by pandas and
+  Polars; all results are compared, value by value.
 - Limits: *bare loop* is one pass over the same kind of buffers, each rank summing its slice of all and writing it to
   all, without synchronisation, from the first rank's start to the last one's end. *Raw TCP* and *bare rustls* send the
   bytes of the all-reduce both ways at once over one connection between two processes, without a reduction. Over
