@@ -36,6 +36,15 @@ def until(found: Callable[[], Any], seconds: float = 20) -> Any:
     return value
 
 
+def devices(folder: Path, count: int) -> Path:
+    """A discovery script, as Spark has them."""
+    path = folder / "discover"
+    addresses = ", ".join(f'"{index}"' for index in range(count))
+    path.write_text(f'#!/bin/sh\necho \'{{"name": "gpu", "addresses": [{addresses}]}}\'\n')
+    path.chmod(0o755)
+    return path
+
+
 def on_ranks(
     ranks: int,
     function: Callable[..., Any],

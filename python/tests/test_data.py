@@ -16,6 +16,7 @@ import deuteron
 import pytest
 from deuteron.data import Loader
 from deuteron.errors import DataError, InvalidError, TaskFailedError, TimedOutError
+from ranks import devices
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -566,3 +567,13 @@ def test_a_barrier_stage_has_all_rows() -> None:
     assert [rank for rank, _ in results] == [0, 1, 2]
     assert sorted(len(rows) for _, rows in results) == [33, 33, 34]
     assert sorted(flat(rows for _, rows in results)) == list(range(0, 200, 2))
+
+
+def _rows_and_devices(partition: Any) -> tuple[int, list[int]]:
+    return partition.num_rows, [device.index for device in deuteron.context().accelerators()]
+
+
+def test_a_barrier_stage_has_accelerators(tmp_path: Path) -> None:
+    stage = deuteron.barrier(numbered(100), num_tasks=2).accelerated(by="/gpu", per_task=2)
+    results = stage.map_partitions(_rows_and_devices, discovery_script=devices(tmp_path, 4))
+    assert results == [(50, [0, 1]), (50, [2, 3])]

@@ -21,7 +21,7 @@ from typing import Any
 import deuteron
 import pytest
 from deuteron.errors import Error, InvalidError, LaunchError, RemoteTraceback, TaskFailedError, TimedOutError
-from ranks import until
+from ranks import devices, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -806,15 +806,6 @@ def test_settings_come_from_the_environment(marked: Marked, monkeypatch: pytest.
     monkeypatch.setenv("DEUTERON_RESTARTS", "many")
     with pytest.raises(InvalidError, match='DEUTERON_RESTARTS=many: "many" is not a number'):
         deuteron.run(print, num_proc=1)
-
-
-def devices(folder: Path, count: int) -> Path:
-    """A discovery script, as Spark has them."""
-    path = folder / "discover"
-    addresses = ", ".join(f'"{index}"' for index in range(count))
-    path.write_text(f'#!/bin/sh\necho \'{{"name": "gpu", "addresses": [{addresses}]}}\'\n')
-    path.chmod(0o755)
-    return path
 
 
 def test_accelerators(marked: Marked, tmp_path: Path) -> None:
