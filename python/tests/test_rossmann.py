@@ -24,6 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import deuteron
+import deuteron.torch as hvd
 import pyarrow.parquet as pq
 from rossmann import __main__ as demo
 from rossmann import generate, predict
@@ -327,7 +328,10 @@ def test_training_ends_at_what_is_not_a_number(small: Prepared) -> None:
 def test_training_ends_when_nothing_improves(small: Prepared) -> None:
     """In this process, which is then the only rank."""
     options = Options(**PARITY | {"learning_rate": 0.0, "epochs": 5, "patience": 2})
-    trained = train(small, options)
+    try:
+        trained = train(small, options)
+    finally:
+        hvd.shutdown()
     assert trained is not None
     assert len(trained.history) == 3
     assert "nothing has improved for 2 epochs" in trained.ended
