@@ -68,6 +68,11 @@ def pipeline(arguments: argparse.Namespace) -> None:
             prepared = prepare(engine, data, out / "features", told=lambda _: moved(1))
     print(", ".join(f"{part}: {rows:,} rows" for part, rows in prepared.rows.items()))
 
+    step = arguments.batch_size * arguments.num_proc
+    if prepared.rows["train"] < step:
+        raise BadInputError(
+            f"{prepared.rows['train']:,} rows are less than one step of {step:,}: give a smaller --batch-size"
+        )
     options = Options(
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
@@ -177,6 +182,17 @@ def summary(out: Path, times: dict[str, float], trained: Trained, median: float,
     print(f"{out / 'submission.csv'}: {rows:,} rows; pictures beside it: learning_curve.png, predicted.png (and .svg)")
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number on the command line."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
+        return int(text)
+
+    return number
+
+
 def parse() -> argparse.Namespace:
     """What was said on the command line."""
     usage = (__doc__ or "").split("usage:")[1]
@@ -191,15 +207,15 @@ def parse() -> argparse.Namespace:
         help="the folder of train.csv and the six other files; if not said, generated",
     )
     add("--out", type=Path, default=Path("rossmann-out"), metavar="DIR", help="where results go (%(default)s)")
-    add("--num-proc", type=int, default=min(2, os.cpu_count() or 1), help="ranks (%(default)s)")
-    add("--epochs", type=int, default=8, help="at most so many (%(default)s)")
-    add("--batch-size", type=int, default=128, help="rows of a step on each rank (%(default)s)")
+    add("--num-proc", type=at_least(1), default=min(2, os.cpu_count() or 1), help="ranks (%(default)s)")
+    add("--epochs", type=at_least(1), default=8, help="at most so many (%(default)s)")
+    add("--batch-size", type=at_least(1), default=128, help="rows of a step on each rank (%(default)s)")
     add("--learning-rate", type=float, default=5e-4, help="of one rank; it is scaled by their number (%(default)s)")
     add("--warmup-epochs", type=int, default=1, help="over which the rate grows to that (%(default)s)")
     add("--seed", type=int, default=0, help="of data, weights and order (%(default)s)")
     add(
         "--size",
-        type=int,
+        type=at_least(2),
         default=DEMO,
         metavar="STORES",
         help=f"stores to generate (%(default)s; really {generate.STORES})",

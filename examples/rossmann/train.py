@@ -185,11 +185,6 @@ def train(prepared: Prepared, options: Options, checkpoint: str | None = None) -
     )
     validation = share(pq.read_table(folder / "validation"), rank, size)
     count = len(loader)
-    if not count:
-        raise ValueError(
-            f"{loader.rows} rows are less than one batch of {options.batch_size} on each of {size} ranks: train with a "
-            "smaller --batch-size"
-        )
     torch.manual_seed(options.seed)
     model = network(prepared, options).to(device)
     # Every rank drops other units.

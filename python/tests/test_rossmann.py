@@ -405,6 +405,21 @@ def test_the_command_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_refuses_numbers_that_make_no_sense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, least in (("--epochs", 1), ("--num-proc", 1), ("--batch-size", 1), ("--size", 2)):
+        monkeypatch.setattr(sys, "argv", ["rossmann", name, str(least - 1)])
+        with pytest.raises(SystemExit):
+            demo.main()
+        assert f"argument {name}: {least - 1}: it must be at least {least}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(sys, "argv", ["rossmann", "--size", "3", "--batch-size", "5000", "--num-proc", "2"])
+    with pytest.raises(SystemExit, match=r"^rossmann: 2,\d{3} rows are less than one step of 10,000: give a smaller"):
+        demo.main()
+
+
 def without(path: Path, text: str, other: str) -> None:
     """Changes a file."""
     content = path.read_text()
