@@ -15,8 +15,8 @@ if os.environ.get("CI") != "true":
     pytest.importorskip("pyarrow")
 
 import pyarrow
-from deuteron.data.partition import Partition
-from deuteron.spark.partition import VARIABLE, Spool, _wait
+from deuteron.partition import FILE, Partition, wait
+from deuteron.spark._spool import Spool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,8 +27,8 @@ def test_what_is_written_can_be_read_by_who_inherits_it(tmp_path: Path) -> None:
     spool = Spool(["", str(tmp_path)])
     told = os.dup(spool.descriptors[1])
     assert spool.write([BATCH, BATCH], BATCH.schema, lambda: True) is None
-    _wait(told)
-    assert Partition(spool.environment[VARIABLE]).to_table().num_rows == 6
+    wait(told)
+    assert Partition(spool.environment[FILE]).to_table().num_rows == 6
     spool.close()
     assert not list(tmp_path.iterdir())
 
@@ -44,7 +44,7 @@ def test_a_full_disk_is_named_to_task_and_rank(tmp_path: Path) -> None:
     assert failure is not None and f"no space left for the rows of this rank in {tmp_path} on" in failure
     assert "spark.local.dir" in failure
     with pytest.raises(LaunchError, match="no space left"):
-        _wait(told)
+        wait(told)
     spool.close()
 
 
@@ -58,4 +58,4 @@ def test_a_rank_does_not_wait_for_a_worker_that_is_gone() -> None:
     told, tell = os.pipe()
     os.close(tell)
     with pytest.raises(LaunchError, match="has ended before all rows of this rank were there"):
-        _wait(told)
+        wait(told)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from deuteron.data.partition import Partition, deal
 from deuteron.errors import InvalidError
+from deuteron.partition import Partition, deal
 
 Result = TypeVar("Result")
 

@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
-from deuteron.data.partition import Partition
 from deuteron.errors import InvalidError
 from deuteron.launch import _payload, _results
+from deuteron.partition import Partition, call
 from deuteron.spark import _gang, _session
-from deuteron.spark.partition import call
 
 __all__ = ["Barrier", "Partition", "barrier", "run", "run_command"]
 

@@ -89,8 +89,7 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
     payload = work.payload()
     if options.verbose:
         screen.show([(False, f"Running {tasks} processes...\n".encode())])
-    nothing = cluster.session.range(tasks, numPartitions=tasks)
-    rows = nothing if work.rows is None else _dealt(work.rows, tasks, bool(restarts))
+    rows = _nothing(cluster, tasks) if work.rows is None else _dealt(work.rows, tasks, bool(restarts))
     kept = work.rows is not None and restarts > 0
     if kept:
         from pyspark import StorageLevel
@@ -122,7 +121,7 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
                 # The optimizer leaves out what has no rows, and the tasks with it.
                 if work.rows is None or not work.rows.isEmpty():
                     raise
-                return attempt(nothing, generation, is_empty=True)
+                return attempt(_nothing(cluster, tasks), generation, is_empty=True)
             except TaskFailedError as error:
                 if generation == restarts:
                     raise
@@ -137,6 +136,11 @@ def run(cluster: Cluster, work: Work, options: Options) -> list[bytes | None]:
     raise AssertionError("a loop that returns or raises")
 
 
+def _nothing(cluster: Cluster, tasks: int) -> Any:
+    """Rows that nobody looks at, for as many tasks."""
+    return cluster.session.range(tasks, numPartitions=tasks)
+
+
 def _dealt(rows: Any, tasks: int, is_kept: bool) -> Any:
     """The rows in as many equal shares; right before the stage, since adaptive execution merges other partitions."""
     # Before it deals rows out Spark sorts them, so that what is computed again is dealt out the same. That takes as
@@ -146,8 +150,8 @@ def _dealt(rows: Any, tasks: int, is_kept: bool) -> Any:
     from pyspark.sql import functions
 
     # Each partition begins with another task.
-    number = functions.monotonically_increasing_id() + functions.spark_partition_id()
-    return rows.repartitionById(tasks, functions.pmod(number, functions.lit(tasks)).cast("int"))
+    number = f"pmod(monotonically_increasing_id() + spark_partition_id(), {tasks})"
+    return rows.repartitionById(tasks, functions.expr(f"cast({number} as int)"))
 
 
 def _start_timeout(said: float | None) -> float:

@@ -48,8 +48,6 @@ class Cluster:
         self.is_connect = "connect" in type(session).__module__
         self.accelerators = accelerators
         self.note: str | None = None
-        # Asked once: on a classic session every copy of it takes milliseconds.
-        self._settings = session.conf if self.is_connect else session.sparkContext.getConf()
         if self._flag("spark.dynamicAllocation.enabled"):
             raise InvalidError(
                 "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages with it: set it to "
@@ -61,7 +59,7 @@ class Cluster:
         self.profile = self._profile()
 
     def setting(self, name: str, default: str = "") -> str:
-        value = self._settings.get(name, default)
+        value = self.session.conf.get(name, default)
         return default if value is None else str(value)
 
     def _flag(self, name: str) -> bool:

@@ -96,7 +96,7 @@ def serve(plan: Plan, batches: Iterable[Any]) -> Iterator[Any]:
     environment = _initial_environment()
     spool = None
     if plan.schema is not None:
-        from deuteron.spark.partition import Spool
+        from deuteron.spark._spool import Spool
 
         spool = Spool(environment.get("SPARK_LOCAL_DIRS", "").split(","))
         environment.update(spool.environment)

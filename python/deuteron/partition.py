@@ -1,15 +1,23 @@
-"""A task's share of the rows: Arrow batches in a file that is mapped into memory and can be read again and again."""
+"""A task's share of the rows: Arrow batches in a file that is mapped into memory and can be read again and again.
+
+It is imported by ranks that have nothing else to do with rows, so it imports little.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from deuteron.errors import DataError
+from deuteron.errors import DataError, InvalidError, LaunchError
+
+#: Where a rank whose rows are still on their way finds its file.
+FILE = "DEUTERON_PARTITION"
+#: The pipe that tells it that all are there, or why they will not be.
+TOLD = "DEUTERON_PARTITION_TOLD"
+WHOLE = b"whole"
 
 _PIECE = 1 << 20
 
@@ -64,10 +72,32 @@ class Partition:
         return f"Partition({self.num_rows} rows of {self.schema.names})"
 
 
+def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls ``fn`` with the partition of the task that this process is, once all its rows are there."""
+    path = os.environ.get(FILE)
+    if path is None:
+        raise InvalidError("this task has no partition: it was not started by barrier(df).map_partitions")
+    import pyarrow  # noqa: F401  while rows are on their way
+
+    wait(int(os.environ[TOLD]))
+    return fn(Partition(path), *args, **kwargs)
+
+
+def wait(pipe: int) -> None:
+    """Until all rows are there."""
+    # It is open as long as whoever writes them lives.
+    with open(pipe, "rb") as file:
+        said = file.read()
+    if said != WHOLE:
+        raise LaunchError(said.decode() or "the task of Spark's has ended before all rows of this rank were there")
+
+
 class Spool:
     """The file of a partition while it is written; it has no name, so that it cannot be left behind."""
 
     def __init__(self, folder: str | None = None) -> None:
+        import tempfile
+
         import pyarrow
 
         self._folder = folder or tempfile.gettempdir()
