@@ -151,11 +151,14 @@ TARGETS = (
         lambda row: row.ours.case == "net" and row.ours.contestant == "tcp" and row.ours.bytes >= MIB,
         lambda row: _at_least(row.to_peer, 1) and _at_least(row.to_limit, 0.8),
     ),
-    Target(
-        "two hosts with two ranks each, 1 MiB and more",
-        "1.5 x our own flat ring, and 1.5 x the better peer",
-        lambda row: row.ours.case == "net4" and row.ours.bytes >= MIB,
-        lambda row: _at_least(row.to_peer, 1.5) and _at_least(row.to_limit, 1.5),
+    *(
+        Target(
+            f"two hosts with two ranks each, {name}, 1 MiB and more",
+            "1.5 x our own flat ring, and 1.5 x the better peer",
+            lambda row, who=who: row.ours.case == "net4" and row.ours.contestant == who and row.ours.bytes >= MIB,
+            lambda row: _at_least(row.to_peer, 1.5) and _at_least(row.to_limit, 1.5),
+        )
+        for who, name in (("registered", "registered"), ("plain", "plain slices"))
     ),
     Target(
         "a named call of 4 B, and returning when it is done",

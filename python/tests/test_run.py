@@ -879,10 +879,13 @@ def test_an_ascii_terminal_shows_everything(marked: Marked) -> None:
 
 
 def test_import_loads_nothing_heavy(marked: Marked) -> None:
-    heavy = ["torch", "numpy", "pyarrow", "pyspark", "pandas", "cloudpickle", "asyncio"]
+    heavy = ["torch", "numpy", "pyarrow", "pyspark", "pandas", "cloudpickle", "asyncio", "deuteron.data"]
     source = f"import sys, deuteron; print([name for name in {heavy} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
     assert ended.stdout == "[]\n", ended.stderr
+    assert all(hasattr(deuteron, name) for name in dir(deuteron))
+    with pytest.raises(AttributeError, match="no attribute 'barier'"):
+        deuteron.barier  # noqa: B018
 
 
 def test_the_command(marked: Marked) -> None:
