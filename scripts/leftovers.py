@@ -136,7 +136,10 @@ def run(command: list[str], seconds: float) -> int:
 
     # Waiting blocks, with a timer: polling would disturb what a benchmark measures.
     signal.signal(signal.SIGALRM, expire)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    # What a shell starts in the background ignores SIGINT, which tests send.
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         while child.returncode is None:
