@@ -569,8 +569,9 @@ How it is measured:
   nothing, and two processes at once that import torch, do nothing else and leave without Python's exit; chance can
   make it negative. The rows are numbers, texts and binary tensors in the executors' memory, dealt out to two tasks
   (`repartition(2)` for Spark); each byte is looked at, by us in the ranks and by Spark's `mapInArrow` in its own
-  workers. The first epoch is from the call in the driver to a rank's last row, the second reads the same rows in the
-  same rank again; its time is not part of ours.
+  workers, in the same words: NumPy over DLPack, since Arrow's own `to_numpy` imports pandas, which Spark's workers have
+  done already. The first epoch is from the call in the driver to a rank's last row, the second reads the same rows in
+  the same rank again; its time is not part of ours.
 - Data: one Parquet file with the 37 columns of Rossmann, prepared, and as many different values in each; eight row
   groups to a million rows, because workers of `DataLoader` share groups. An epoch is everything from opening the file
   to the last of its mini-batches of 1,024 rows, each of which is either one tensor for each column or two matrices
