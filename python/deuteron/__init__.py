@@ -24,18 +24,19 @@ __all__ = [
     "run",
 ]
 
-
 #: Every rank imports this package when it starts, and few need these parts of it.
 _LATER = {"barrier": "data", "data": "data", "map_batches": "data", "run": "launch"}
 
+# Type checkers know these names from above, and are to miss all others.
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'deuteron' has no attribute {name!r}")
-    from importlib import import_module
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module 'deuteron' has no attribute {name!r}")
+        from importlib import import_module
 
-    module = import_module(f"deuteron.{_LATER[name]}")
-    return getattr(module, name, module)
+        module = import_module(f"deuteron.{_LATER[name]}")
+        return getattr(module, name, module)
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,7 @@ def _agent() -> int:
     sys.path.insert(0, _PACKAGE)
     import _core  # type: ignore[import-not-found]
 
+    sys.path.remove(_PACKAGE)
     status: int = _core.main([sys.executable, "-m", "deuteron"], ["deuteron", "agent"])
     return status
 

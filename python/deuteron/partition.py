@@ -1,6 +1,6 @@
 """A task's share of the rows: Arrow batches in a file that is mapped into memory and can be read again and again.
 
-It is imported by ranks that have nothing else to do with rows, so it imports little.
+Ranks import it while they start, so it imports little itself.
 """
 
 from __future__ import annotations
