@@ -127,31 +127,13 @@ pub(crate) unsafe fn canonical_bool(buffer: *mut u8, len: usize) {
 /// # Safety
 /// `from` is valid for reads of `bytes`, `to` for writes, and they do not overlap.
 pub(crate) unsafe fn hand_over(from: *const u8, to: *mut u8, bytes: usize) {
-    let mut done = 0;
-    #[cfg(target_arch = "x86_64")]
-    if bytes > 4096 {
-        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
-        done = to.addr().next_multiple_of(64) - to.addr();
-        // SAFETY: less than a line of both.
-        unsafe { std::ptr::copy_nonoverlapping(from, to, done) };
-        while done + 64 <= bytes {
-            // SAFETY: 64 bytes are left on both sides, and `to` is aligned there. SSE2 is part of the architecture.
-            unsafe {
-                let line: [__m128i; 4] = std::array::from_fn(|part| {
-                    _mm_loadu_si128(from.add(done).cast::<__m128i>().add(part))
-                });
-                for (part, value) in line.into_iter().enumerate() {
-                    _mm_stream_si128(to.add(done).cast::<__m128i>().add(part), value);
-                }
-            }
-            done += 64;
+    // SAFETY: the caller's contract.
+    unsafe {
+        match bytes {
+            ..=4096 => std::ptr::copy_nonoverlapping(from, to, bytes),
+            _ => copy_lines::<false, true>(from, to, bytes),
         }
-        // Such stores are not ordered with the store that publishes them.
-        // SAFETY: SSE is part of the architecture.
-        unsafe { _mm_sfence() };
     }
-    // SAFETY: what is left of both.
-    unsafe { std::ptr::copy_nonoverlapping(from.add(done), to.add(done), bytes - done) };
 }
 
 /// Copies what another core wrote last, out of memory that this core writes next: lines are fetched to be owned at
@@ -160,26 +142,60 @@ pub(crate) unsafe fn hand_over(from: *const u8, to: *mut u8, bytes: usize) {
 /// # Safety
 /// `from` is valid for reads and writes of `bytes`, `to` for writes, and they do not overlap.
 pub(crate) unsafe fn take_over(from: *const u8, to: *mut u8, bytes: usize) {
-    let mut done = 0;
+    // SAFETY: the caller's contract.
+    unsafe { copy_lines::<true, false>(from, to, bytes) }
+}
+
+/// The same to memory that has left this core's cache: stores past it need not read what is there first.
+///
+/// # Safety
+/// As [`take_over`].
+pub(crate) unsafe fn take_far(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: the caller's contract.
+    unsafe { copy_lines::<true, true>(from, to, bytes) }
+}
+
+/// Copies line by line: out of lines that are fetched to be `OWNED`, with stores `PAST` the cache.
+///
+/// # Safety
+/// As [`take_over`], or [`hand_over`] if the lines need not be owned.
+unsafe fn copy_lines<const OWNED: bool, const PAST: bool>(
+    from: *const u8,
+    to: *mut u8,
+    bytes: usize,
+) {
+    // Up to where whole lines are written.
+    let mut done = (to.addr().next_multiple_of(64) - to.addr()).min(bytes);
+    // SAFETY: less than a line of both.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, done) };
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{
-            __m128i, _MM_HINT_ET0, _mm_loadu_si128, _mm_prefetch, _mm_storeu_si128,
+            __m128i, _MM_HINT_ET0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_storeu_si128,
+            _mm_stream_si128,
         };
         const AHEAD: usize = 1024;
         while done + 64 <= bytes {
-            // SAFETY: 64 bytes are left on both sides; a prefetch may name any address. SSE2 is part of the
-            // architecture.
+            // SAFETY: 64 bytes are left on both sides, and `to` is aligned there; a prefetch may name any address.
+            // SSE2 is part of the architecture.
             unsafe {
-                _mm_prefetch::<_MM_HINT_ET0>(from.wrapping_add(done + AHEAD).cast());
+                if OWNED {
+                    _mm_prefetch::<_MM_HINT_ET0>(from.wrapping_add(done + AHEAD).cast());
+                }
                 let line: [__m128i; 4] = std::array::from_fn(|part| {
                     _mm_loadu_si128(from.add(done).cast::<__m128i>().add(part))
                 });
                 for (part, value) in line.into_iter().enumerate() {
-                    _mm_storeu_si128(to.add(done).cast::<__m128i>().add(part), value);
+                    let to = to.add(done).cast::<__m128i>().add(part);
+                    if PAST { _mm_stream_si128(to, value) } else { _mm_storeu_si128(to, value) }
                 }
             }
             done += 64;
+        }
+        if PAST {
+            // Such stores are not ordered with the store that publishes them.
+            // SAFETY: SSE is part of the architecture.
+            unsafe { _mm_sfence() };
         }
     }
     // SAFETY: what is left of both.

@@ -93,7 +93,7 @@ impl Default for Thresholds {
             tree: 64 << 10,
             tiered_whole: 10 << 10,
             tiered_once: 4 << 20,
-            tiered_chunk: 512 << 10,
+            tiered_chunk: 1 << 20,
         }
     }
 }

@@ -400,9 +400,11 @@ impl Host<'_> {
     }
 
     fn take(&self, index: usize) {
+        // Of several chunks others were worked on since this one was staged.
+        let copy = if self.chunks.len() > 1 { kernel::take_far } else { kernel::take_over };
         for (slot, range) in self.others(index) {
             // SAFETY: as above; all results of the chunk were there before the last tick.
-            unsafe { kernel::take_over(slot, self.tensor.add(range.start), range.len()) };
+            unsafe { copy(slot, self.tensor.add(range.start), range.len()) };
         }
     }
 

@@ -465,14 +465,21 @@ proptest! {
 }
 
 #[test]
-fn copies_past_the_cache_are_copies() {
+fn copies_line_by_line_are_copies() {
     let source: Vec<u8> = (0..20_000).map(|index| (index * 7 % 251) as u8).collect();
-    for (from, to, bytes) in [(0, 0, 8192), (3, 0, 8192), (0, 5, 8193), (7, 63, 9999), (1, 1, 100)]
-    {
-        let mut target = vec![0u8; 20_000];
+    let places = [(0, 0, 8192), (3, 0, 8192), (0, 5, 8193), (7, 63, 9999), (1, 1, 100), (0, 9, 3)];
+    for (from, to, bytes) in places {
+        let check = |copy: &dyn Fn(*const u8, *mut u8)| {
+            let mut target = vec![0u8; 20_000];
+            copy(source[from..].as_ptr(), target[to..].as_mut_ptr());
+            assert_eq!(target[to..to + bytes], source[from..from + bytes]);
+            assert!(target[..to].iter().chain(&target[to + bytes..]).all(|byte| *byte == 0));
+        };
         // SAFETY: both hold as many bytes, and are different memory.
-        unsafe { hand_over(source.as_ptr().add(from), target.as_mut_ptr().add(to), bytes) };
-        assert_eq!(target[to..to + bytes], source[from..from + bytes]);
-        assert!(target[..to].iter().chain(&target[to + bytes..]).all(|byte| *byte == 0));
+        unsafe {
+            check(&|from, to| hand_over(from, to, bytes));
+            check(&|from, to| take_over(from, to, bytes));
+            check(&|from, to| take_far(from, to, bytes));
+        }
     }
 }
