@@ -26,10 +26,7 @@ impl Mesh {
     ) -> Result<()> {
         let (dtype, reduction) = (ticket.call.dtype, ticket.call.reduction);
         let mut copy = std::mem::take(&mut self.copy);
-        let words = input.len().div_ceil(8);
-        if copy.len() < words {
-            copy.resize(words, 0);
-        }
+        flow::grow(&mut copy, input.len());
         let tensor = &mut flow::bytes_of(&mut copy)[..input.len()];
         tensor.copy_from_slice(input);
         flow::prescale(dtype, reduction.prescale, tensor);

@@ -16,7 +16,7 @@ use crate::{
     health::Ticket,
     link::Link,
 };
-use flow::Flow;
+use flow::{Flow, Line};
 pub(crate) use flow::{Inside, Slots};
 pub(crate) use lanes::{Next, Supply};
 use rustix::{
@@ -80,9 +80,9 @@ pub(crate) struct Mesh {
     peers: Vec<Option<Peer>>,
     /// Calls made so far.
     number: u64,
-    scratch: Vec<u64>,
+    scratch: Vec<Line>,
     /// What a call works on that may not change its input.
-    copy: Vec<u64>,
+    copy: Vec<Line>,
     /// Every pair has a link: the first all-to-all has opened those that no other algorithm needs.
     complete: bool,
 }
